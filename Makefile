@@ -1,0 +1,47 @@
+# Every target sets up what it needs in .venv; nothing has to be installed by hand.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: help setup format test lint types check soak bench-control paper-table clean
+.DEFAULT_GOAL := help
+
+help:            ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $(STAMP)
+
+setup: $(STAMP)  ## create .venv with everything that development needs
+
+test: setup      ## run all tests
+	$(BIN)/python -m pytest -n auto
+
+lint: setup      ## check format and lint
+	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks
+
+types: setup     ## type-check in strict mode
+	$(BIN)/mypy
+
+check: lint types test  ## all of the above
+
+soak: setup      ## run SCHEDULES random fault schedules (default 20000) from SEED
+	$(BIN)/python -m tests.soak --schedules $(or $(SCHEDULES),20000) --seed $(or $(SEED),0)
+
+bench-control: setup  ## cost of an orchestrator event at 64 and at 4,096 instances, and the simulator's speed
+	$(BIN)/python benchmarks/control.py
+
+paper-table: setup    ## calibrate on the synchronous rows, then predict the others and the headline
+	$(BIN)/python benchmarks/paper_table.py
+
+clean:           ## remove the virtual environment and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis
+
+format: setup    ## rewrite the sources in the one format
+	$(BIN)/ruff format src tests benchmarks
+	$(BIN)/ruff check --fix src tests benchmarks

@@ -1,0 +1,44 @@
+"""The command `dora-rl`."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+from rich.console import Console
+
+from dora_rl.core.errors import UserError
+
+app = typer.Typer(
+    name="dora-rl",
+    help="Multi-version asynchronous reinforcement learning for language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def root() -> None:
+    """Multi-version asynchronous reinforcement learning for language models."""
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    from dora_rl import __version__
+
+    Console().print(__version__, highlight=False)
+
+
+def main() -> None:
+    """Entry point: a user's mistake is one sentence on stderr and exit code 2."""
+    try:
+        app()
+    except UserError as error:
+        Console(stderr=True, soft_wrap=True).print(f"dora-rl: {error}", highlight=False, markup=False)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

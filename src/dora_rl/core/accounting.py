@@ -1,0 +1,88 @@
+"""Exact time accounting.
+
+Invariants:
+- an account has exactly one current label from its birth to its close, so its totals add up to its lifetime;
+- times are integer nanoseconds, so they add up exactly, not nearly;
+- time never runs backwards in an account.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import NamedTuple
+
+from dora_rl.core.labels import Cause, Label
+from dora_rl.core.nouns import Nanoseconds, Version
+
+
+class Activity(NamedTuple):
+    """What somebody does now: a label, the version it is done for, and the cause where it idles."""
+
+    label: Label
+    version: Version | None = None
+    cause: Cause | None = None
+
+
+class Segment(NamedTuple):
+    """A stretch of time with one activity."""
+
+    start: Nanoseconds
+    end: Nanoseconds
+    activity: Activity
+
+
+class TimeAccount:
+    """The time of one slot, or of the trainer."""
+
+    __slots__ = ("_since", "born", "current", "segments", "totals")
+
+    def __init__(self, now: Nanoseconds, activity: Activity, *, keep_segments: bool = False) -> None:
+        self.born = now
+        self.current = activity
+        self.totals: defaultdict[Activity, Nanoseconds] = defaultdict(int)
+        self.segments: list[Segment] | None = [] if keep_segments else None
+        self._since = now
+
+    def switch(self, now: Nanoseconds, activity: Activity) -> None:
+        """From `now` on, time goes to `activity`."""
+        if activity == self.current:
+            return
+        self.settle(now)
+        self.current = activity
+
+    def settle(self, now: Nanoseconds) -> None:
+        """Book the time up to `now` on the current activity."""
+        spent = now - self._since
+        assert spent >= 0, f"time ran backwards by {-spent} ns"
+        if not spent:
+            return
+        self.totals[self.current] += spent
+        if self.segments is not None:
+            last = self.segments[-1] if self.segments else None
+            if last is not None and last.activity == self.current and last.end == self._since:
+                self.segments[-1] = Segment(last.start, now, self.current)
+            else:
+                self.segments.append(Segment(self._since, now, self.current))
+        self._since = now
+
+    @property
+    def lifetime(self) -> Nanoseconds:
+        """From birth to the last settled moment."""
+        return self._since - self.born
+
+    def by_label(self) -> dict[Label, Nanoseconds]:
+        """Totals by label; they add up to `lifetime`."""
+        result: dict[Label, Nanoseconds] = {}
+        for activity, spent in self.totals.items():
+            result[activity.label] = result.get(activity.label, 0) + spent
+        return result
+
+    def idle_by_cause(self) -> dict[str, Nanoseconds]:
+        """Idle time by the name of its cause (the version waited for is left out)."""
+        result: dict[str, Nanoseconds] = {}
+        for activity, spent in self.totals.items():
+            if activity.label is Label.IDLE:
+                assert activity.cause is not None, "idle time without a cause"
+                name = activity.cause.because.value
+                result[name] = result.get(name, 0) + spent
+        return result

@@ -1,0 +1,107 @@
+"""Typed configuration: one tree, TOML files and dotted overrides, unknown keys refused with the nearest name.
+
+Each part keeps its config class beside itself; this module knows how to read them and how to say what is wrong.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from dora_rl.core.errors import ConfigError
+
+C = TypeVar("C", bound="Config")
+
+
+class Config(BaseModel):
+    """Base of all configuration."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tree in a TOML file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not a text file in UTF-8") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+
+
+def override(tree: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, Any]:
+    """A copy of the tree with dotted assignments such as `control.max_staleness=3` applied."""
+    result = _copy(tree)
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(f"'{assignment}' is not an assignment: write key=value")
+        *folders, leaf = key.strip().split(".")
+        node = result
+        for folder in folders:
+            child = node.setdefault(folder, {})
+            if not isinstance(child, dict):
+                raise ConfigError(f"'{key.strip()}' can't be set: '{folder}' is a value, not a section")
+            node = child
+        node[leaf] = _value(text.strip())
+    return result
+
+
+def build(kind: type[C], tree: Mapping[str, Any], source: str = "config") -> C:
+    """A checked config from a tree; the first mistake becomes one sentence that names the field."""
+    try:
+        return kind.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: {_sentence(kind, error)}") from None
+
+
+def _copy(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _copy(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
+
+
+def _value(text: str) -> Any:
+    """A value as TOML reads it; what is not TOML is a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _sentence(kind: type[BaseModel], error: ValidationError) -> str:
+    problems = error.errors(include_url=False)
+    # An unknown key explains the missing one beside it, so it is said first.
+    first = min(problems, key=lambda problem: problem["type"] != "extra_forbidden")
+    path = [str(part) for part in first["loc"]]
+    field = ".".join(path)
+    if first["type"] == "extra_forbidden":
+        nearest = difflib.get_close_matches(path[-1], _fields(kind, path[:-1]), n=1)
+        hint = f", did you mean '{'.'.join([*path[:-1], nearest[0]])}'?" if nearest else ""
+        return f"unknown key '{field}'{hint}"
+    if first["type"] == "missing":
+        return f"'{field}' is missing"
+    message = str(first["ctx"]["error"]) if "error" in first.get("ctx", {}) else first["msg"]
+    if not field:
+        return message
+    given = first["input"]
+    said = f", not {given!r}" if isinstance(given, str | int | float | bool) else ""
+    return f"'{field}': {message[0].lower()}{message[1:]}{said}"
+
+
+def _fields(kind: type[BaseModel], path: list[str]) -> list[str]:
+    """The keys known at a place in the tree."""
+    model: type[BaseModel] = kind
+    for part in path:
+        field = model.model_fields.get(part)
+        if field is None or not isinstance(field.annotation, type) or not issubclass(field.annotation, BaseModel):
+            return []
+        model = field.annotation
+    return list(model.model_fields)

@@ -1,0 +1,60 @@
+"""Where time goes. Each slot-second and trainer-second has exactly one label; each idle second names its cause."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from dora_rl.core.nouns import Record, Version
+
+
+class Label(StrEnum):
+    """What a slot or the trainer is doing."""
+
+    DECODE = "decode"
+    PREFILL = "prefill"
+    REPREFILL = "re-prefill"
+    """Computing again KV that existed once: after a weight update in flight, or a lost bundle or instance."""
+    LOAD = "load"
+    MIGRATE = "migrate"
+    TRAIN = "train"
+    PUBLISH = "publish"
+    IDLE = "idle"
+
+
+class Because(StrEnum):
+    """Why a slot or the trainer idles."""
+
+    STARTING = "starting"
+    """Nothing has been published or loaded yet."""
+    NO_PROMPTS = "no prompts"
+    """The data source has given all it has, or is slow."""
+    TRAINER = "trainer"
+    """The staleness bound is reached and the trainer is computing: a slot waits for its next version."""
+    STRAGGLERS = "stragglers"
+    """The staleness bound or a barrier is reached and the trainer itself waits for unfinished groups."""
+    PUBLISH = "publish"
+    """A step is trained and its weights are on their way."""
+    ROLLOUT = "rollout"
+    """Trainer: fewer than a step's groups have finished."""
+    DEADLINE = "deadline"
+    """Trainer: enough groups have finished, but the room left in the step belongs to older ones still running."""
+    REWARD = "reward"
+    """Trainer: what it waits for is generated and is being scored."""
+    TOOL = "tool"
+    """All requests of the slot wait for their environments."""
+    SPARE = "spare slot"
+    """The instance works in its other slots; this one is free to receive a version."""
+    RESERVED = "reserved"
+    """The slot is being emptied for a version that has requests and no slot."""
+    FINISHED = "finished"
+    """The run has nothing left to do."""
+
+
+class Cause(Record, frozen=True, kw_only=True):
+    """A named cause, with the version that is waited for where there is one."""
+
+    because: Because
+    version: Version | None = None
+
+    def __str__(self) -> str:
+        return self.because.value if self.version is None else f"{self.because.value} v{self.version}"

@@ -1,0 +1,47 @@
+"""The one seam between decisions and the world.
+
+A world carries out commands and yields events in the order in which they become known. The local runtime, the Ray
+runtime, the simulator and the tests are worlds; `drive` is the only loop there is.
+
+    world --event, now--> orchestrator --commands--> world
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from dora_rl.core.commands import Command
+from dora_rl.core.events import Event
+from dora_rl.core.nouns import Nanoseconds
+
+
+class Decider(Protocol):
+    """What takes the decisions: the orchestrator."""
+
+    def step(self, event: Event, now: Nanoseconds) -> list[Command]:
+        """Take notice of an event and say what to do about it."""
+        ...
+
+    def wake_at(self) -> Nanoseconds | None:
+        """When a `Tick` is due, if nothing else happens before."""
+        ...
+
+
+class World(Protocol):
+    """What stands behind the commands."""
+
+    def next_event(self, wake_at: Nanoseconds | None) -> tuple[Event, Nanoseconds] | None:
+        """Wait for the next event, at most until `wake_at` (then it is a `Tick`); None ends the run."""
+        ...
+
+    def carry_out(self, commands: Iterable[Command]) -> None:
+        """Begin what the commands ask for; results come back as events."""
+        ...
+
+
+def drive(decider: Decider, world: World) -> None:
+    """Feed events to the orchestrator and its commands to the world, until the world ends."""
+    while (arrived := world.next_event(decider.wake_at())) is not None:
+        event, now = arrived
+        world.carry_out(decider.step(event, now))

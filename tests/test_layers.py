@@ -1,0 +1,63 @@
+"""Imports go downwards only, and the control plane and the simulator need no torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dora_rl
+
+PACKAGE = Path(dora_rl.__file__).parent
+
+# What each layer may import besides itself, as in docs/architecture.md.
+PARTS = {"engine", "trainer", "weights", "envs"}
+ALLOWED: dict[str, set[str]] = {
+    "core": set(),
+    "control": {"core"},
+    "sim": {"core", "control"},
+    "models": {"core"},
+    **{part: {"core", "models"} for part in PARTS},
+    "runtime": {"core", "control", "models", *PARTS},
+    "apps": {"core", "control", "sim", "models", "runtime", *PARTS},
+}
+TORCH_FREE = ("core", "control", "sim")
+
+
+def imports(path: Path) -> set[str]:
+    """Full names of all modules that a file imports, anywhere in it."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names.add(node.module or "")
+    return names
+
+
+def modules() -> list[Path]:
+    return sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE)
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_downwards(path: Path) -> None:
+    layer = path.relative_to(PACKAGE).parts[0]
+    used = {name.split(".")[1] for name in imports(path) if name.startswith("dora_rl.")}
+    assert used - {layer} <= ALLOWED[layer]
+
+
+@pytest.mark.parametrize("layer", TORCH_FREE)
+def test_imports_without_torch(layer: str) -> None:
+    program = f"""
+import importlib, pkgutil, sys
+sys.modules["torch"] = None  # any import of it raises
+import dora_rl.{layer} as package
+for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+    importlib.import_module(module.name)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
