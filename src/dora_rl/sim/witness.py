@@ -48,6 +48,8 @@ class Witness:
         self._ended: set[TrajectoryId] = set()
         self._scored: Counter[TrajectoryId] = Counter()
         self._newest: Version | None = None
+        self._asked: tuple[Version, int] | None = None
+        """Version and attempt that the trainer was last asked to publish."""
         self._published: set[Version] = set()
         self.retired: set[Version] = set()
         self._lost: set[InstanceId] = set()
@@ -62,11 +64,13 @@ class Witness:
             self._lost.add(event.instance)
         elif isinstance(event, e.Published):
             self._note_published(event)
+        elif isinstance(event, e.TrainerLost):
+            self._asked = None
         for command in commands:
             self._check(command)
 
     def _note_published(self, event: e.Published) -> None:
-        if self._newest is None or event.version == self._newest + 1:
+        if self._asked == (event.version, event.attempt) and event.version not in self._published:
             self._newest = event.version
             self._published.add(event.version)
             for group in self.batches.get(event.version - 1, ()):
@@ -96,6 +100,10 @@ class Witness:
                 demand(self._scored[command.trajectory] == 1, f"trajectory {command.trajectory} is scored twice")
             case c.Apply():
                 self._check_batch(command)
+            case c.Publish():
+                self._asked = (command.version, command.attempt)
+            case c.RestartTrainer():
+                self._asked = None
             case c.Retire():
                 demand(command.version not in self.retired, f"version {command.version} is retired twice")
                 demand(command.version != self._newest, f"the newest version {command.version} is retired")
