@@ -34,10 +34,10 @@ soak: setup      ## run SCHEDULES random fault schedules (default 20000) from SE
 	$(BIN)/python -m tests.soak --schedules $(or $(SCHEDULES),20000) --seed $(or $(SEED),0)
 
 bench-control: setup  ## cost of an orchestrator event at 64 and at 4,096 instances, and the simulator's speed
-	$(BIN)/python benchmarks/control.py
+	$(BIN)/python -m benchmarks.control
 
 paper-table: setup    ## calibrate on the synchronous rows, then predict the others and the headline
-	$(BIN)/python benchmarks/paper_table.py
+	$(BIN)/python -m benchmarks.paper_table
 
 clean:           ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis

@@ -56,7 +56,7 @@ class ControlConfig(Config):
     """The periodic trigger for re-partitioning."""
     kv_reserve_tokens: int = Field(64, ge=0)
     """Room kept for the near growth of each running request when new groups are admitted."""
-    kv_headroom: float = Field(0.03, ge=0, lt=1)
+    kv_headroom: float = Field(0.1, ge=0, lt=1)
     """Share of an instance's KV room that admission leaves free."""
     pack_limit: float = Field(0.9, gt=0, le=1)
     """How full re-partitioning may pack the slots of a draining version."""

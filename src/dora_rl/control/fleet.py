@@ -64,8 +64,15 @@ class Instance:
 
     @property
     def load(self) -> float:
-        """How full it is, by the scarcer of its two rooms."""
+        """How full it is, by the scarcer of its two rooms; with nothing to decode it is as good as empty."""
+        if not self.active:
+            return 0.0
         return max(self.active / self.spec.max_requests, self.kv_tokens / self.spec.kv_tokens)
+
+    def note_if_empty(self) -> None:
+        """Between reports the KV load is an estimate; without requests it is known."""
+        if not self.active and all(slot.empty for slot in self.slots):
+            self.kv_tokens = 0
 
     def has_room(self, requests: int, tokens: int, share: float) -> bool:
         """Room for so many more requests that bring so many tokens, using at most a share of the KV cache."""
@@ -88,20 +95,30 @@ class Fleet:
         """How many slots are loading each version."""
         self.sharing = 0
         """How many instances share the trainer's devices."""
+        self.dedicated_kv = 0
+        """KV room, in tokens, of the instances that do not."""
 
     def join(self, spec: InstanceSpec, now: Nanoseconds) -> Instance:
         instance = Instance(spec=spec, heard=now)
         instance.slots = [Slot(id=SlotId(spec.instance, number), instance=instance) for number in range(spec.slots)]
         self.instances[spec.instance] = instance
         self.sharing += spec.shares_trainer
+        self.dedicated_kv += 0 if spec.shares_trainer else spec.kv_tokens
         return instance
+
+    @property
+    def sharing_requests(self) -> int:
+        """Requests on instances that share the trainer's devices."""
+        return sum(it.active for it in self.instances.values() if it.spec.shares_trainer)
 
     def leave(self, instance: Instance) -> None:
         instance.lost = True
         for slot in instance.slots:
             self._assign(slot, None, None)
         del self.instances[instance.spec.instance]
-        self.sharing -= instance.spec.shares_trainer
+        spec = instance.spec
+        self.sharing -= spec.shares_trainer
+        self.dedicated_kv -= 0 if spec.shares_trainer else spec.kv_tokens
 
     def slot(self, slot: SlotId) -> Slot | None:
         instance = self.instances.get(slot.instance)
@@ -169,6 +186,7 @@ class Fleet:
         if not trajectory.parked:
             leaver.instance.active -= 1
         leaver.instance.kv_tokens = max(0, leaver.instance.kv_tokens - trajectory.context)
+        leaver.instance.note_if_empty()
 
     def remove(self, trajectory: TrajectoryState) -> None:
         """The trajectory is on no slot any more."""
@@ -181,6 +199,7 @@ class Fleet:
         del slot.requests[trajectory.id]
         if not trajectory.parked:
             slot.instance.active -= 1
+        slot.instance.note_if_empty()
 
     def park(self, trajectory: TrajectoryState, *, parked: bool) -> None:
         """A parked trajectory leaves its decode room to others."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from dora_rl.core.nouns import Attempt, GroupId, Prompt, StepId, TrajectoryId, Version
+from dora_rl.core.nouns import Attempt, GroupId, Nanoseconds, Prompt, StepId, TrajectoryId, Version
 
 if TYPE_CHECKING:
     from dora_rl.control.fleet import Slot
@@ -83,6 +83,7 @@ class GroupState:
     survivors: int = 0
     reasons: list[str] = field(default_factory=list)
     step: StepId | None = None
+    admitted_at: Nanoseconds = 0
 
 
 class Ledger:
@@ -101,6 +102,8 @@ class Ledger:
         self.running = 0
         """Trajectories QUEUED, RUNNING or MOVING."""
         self.scoring = 0
+        self.stock = 0
+        """Groups READY."""
         self._ready: dict[Version, list[GroupId]] = {}
 
     @property
@@ -112,9 +115,9 @@ class Ledger:
     def open_groups(self) -> int:
         return sum(self.unfinished.values())
 
-    def admit(self, prompt: Prompt, version: Version, slot: Slot) -> GroupState:
+    def admit(self, prompt: Prompt, version: Version, slot: Slot, now: Nanoseconds) -> GroupState:
         """Admit a prompt under a version: from here on it will be trained or get a verdict."""
-        group = GroupState(id=self.admitted, prompt=prompt, version=version, open=self._group_size)
+        group = GroupState(id=self.admitted, prompt=prompt, version=version, open=self._group_size, admitted_at=now)
         first = group.id * self._group_size
         group.trajectories = [
             TrajectoryState(id=first + sibling, group=group, slot=slot) for sibling in range(self._group_size)
@@ -166,6 +169,7 @@ class Ledger:
         self._decrement(self.unfinished, group.version)
         if group.survivors >= self._min_survivors:
             group.stage = GroupStage.READY
+            self.stock += 1
             heapq.heappush(self._ready.setdefault(group.version, []), group.id)
         else:
             self.failed += 1
@@ -184,6 +188,7 @@ class Ledger:
             del self._ready[version]
         assert group.stage is GroupStage.READY
         group.stage = GroupStage.TAKEN
+        self.stock -= 1
         group.step = step
         return group
 

@@ -31,6 +31,9 @@ from dora_rl.core.commands import Command, EvictInstance, Stalled
 from dora_rl.core.errors import ConfigError
 from dora_rl.core.nouns import SECOND, InstanceSpec, Nanoseconds, SlotId, Version
 
+_MAY_REST = frozenset({e.Scored, e.Progress, e.Accumulated})
+"""Events that may leave nothing to decide."""
+
 
 class Orchestrator:
     """One run's decisions."""
@@ -39,7 +42,7 @@ class Orchestrator:
         self.config = config
         self._context = Context(config, make_mode(config))
         self._training = Training(self._context)
-        self._rollout = Rollout(self._context)
+        self._rollout = Rollout(self._context, self._training)
         self._partition = Partition(self._context, self._rollout, self._training)
         self._explainer = Explainer(self._context, self._training)
         self._rebalance = False
@@ -62,6 +65,7 @@ class Orchestrator:
             e.TrajectoryFailed: lambda event: self._rollout.failed(event.trajectory, event.reason),
             e.Moved: self._rollout.moved,
             e.MoveFailed: self._rollout.move_failed,
+            e.Accumulated: self._training.accumulated,
             e.Trained: self._on_trained,
             e.Published: self._on_published,
             e.Checkpointed: self._on_checkpointed,
@@ -82,11 +86,16 @@ class Orchestrator:
             context.wait(Wait.REBALANCE, self.config.rebalance_seconds)
             context.wait(Wait.STALL, self.config.deadlines.stall)
             self._training.expect()
+        rest = type(event) in _MAY_REST
         while (timer := context.timers.pop_due(now)) is not None:
             self._expire(timer)
+            rest = False
         if self._handlers[type(event)](event):
             context.moved_at = now
-        self._upkeep()
+        # Most rewards end no group, and most heartbeats free no room: then all is at rest already.
+        if not rest or self._rollout.touched or self._rollout.group_ended:
+            self._rollout.group_ended = False
+            self._upkeep()
         return context.out
 
     def wake_at(self) -> Nanoseconds | None:
@@ -173,6 +182,7 @@ class Orchestrator:
         """The slot's load has changed: fill it if it is empty, offer its room, or see whether it can be spared."""
         if slot.empty:
             self._partition.fill(slot)
+        self._partition.take_in_stranded(slot)
         self._offer_room(slot.instance)
         if slot.serving is not None and slot.version != self._context.rollout_version():
             self._partition.consolidate(slot.serving)
@@ -188,13 +198,19 @@ class Orchestrator:
         """Instances on the trainer's devices stop while it computes."""
         if not self._context.fleet.sharing:
             return
-        for instance in self._context.fleet.instances.values():
-            if instance.spec.shares_trainer and instance.paused != paused:
-                instance.paused = paused
-                for slot in instance.slots:
-                    self._rollout.touch(slot)
-                if not paused:
-                    self._partition.resumed(instance)
+        changed = [
+            instance
+            for instance in self._context.fleet.instances.values()
+            if instance.spec.shares_trainer and instance.paused != paused
+        ]
+        for instance in changed:
+            instance.paused = paused
+            for slot in instance.slots:
+                self._rollout.touch(slot)
+            if not paused:
+                self._partition.resumed(instance)
+        if paused:
+            self._partition.paused(changed)
 
     # -- instances --------------------------------------------------------------------------------------------
 

@@ -18,10 +18,12 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Iterable
 
 from dora_rl.control.context import Context
 from dora_rl.control.fleet import Instance, Slot
-from dora_rl.control.migration import evacuate, lighten, movable, spread
+from dora_rl.control.ledger import Stage, TrajectoryState
+from dora_rl.control.migration import PlannedMove, evacuate, lighten, movable, spread
 from dora_rl.control.placement import RULES, Facts, Targets, VersionFacts
 from dora_rl.control.rollout import Rollout
 from dora_rl.control.timers import Wait
@@ -50,6 +52,8 @@ class Partition:
         self._loading_since: dict[SlotId, Nanoseconds] = {}
         self._load_seconds = 0.0
         self._rollout_version: Version | None = None
+        self._stranded: dict[Version, list[TrajectoryState]] = {}
+        """Requests on paused instances, by version."""
         self._live: list[Version] = []
         """Published and not retired, oldest first."""
         self._max_requests = 0
@@ -179,7 +183,7 @@ class Partition:
                 1,
                 math.ceil(requests / self._max_requests),
                 math.ceil(tokens / (self._kv_tokens * context.config.pack_limit)),
-                self._targets.get(version, 1) if self._at_risk(version) else 1,
+                self._targets.get(version, 1),
             )
             self._empty(version, len(slots) - fewest)
 
@@ -266,8 +270,47 @@ class Partition:
         if slot.loading is None and slot.version not in (None, newest) and not slot.instance.paused:
             self._load(slot, newest, in_flight=bool(slot.requests))
 
+    def paused(self, instances: Iterable[Instance]) -> None:
+        """Devices of these instances train now: their requests may go on elsewhere, the longest first."""
+        if not self._context.mode.repartitions:
+            return
+        held: dict[Version, list[TrajectoryState]] = {}
+        for instance in instances:
+            for slot in instance.slots:
+                for trajectory in slot.requests.values():
+                    held.setdefault(trajectory.group.version, []).append(trajectory)
+        for version, trajectories in held.items():
+            trajectories.sort(key=lambda trajectory: trajectory.tokens)  # the longest is taken first, from the end
+            self._stranded[version] = trajectories
+            for slot in self._context.fleet.of(version).values():
+                self._rollout.touch(slot)
+
+    def take_in_stranded(self, slot: Slot) -> None:
+        """Requests on paused instances come before new groups: what room the slot has is theirs."""
+        stranded = self._stranded.get(slot.version) if slot.version is not None else None
+        if not stranded or not slot.open:
+            return
+        moves: dict[SlotId, list[TrajectoryState]] = {}
+        requests = tokens = 0
+        share = self._context.config.pack_limit
+        while stranded:
+            trajectory = stranded[-1]
+            source = trajectory.slot
+            if source is not None and source.instance.paused and trajectory.stage is Stage.RUNNING:
+                if not slot.instance.has_room(requests + 1, tokens + trajectory.context, share):
+                    break
+                requests += 1
+                tokens += trajectory.context
+                moves.setdefault(source.id, []).append(trajectory)
+            stranded.pop()
+        for trajectories in moves.values():
+            source = trajectories[0].slot
+            assert source is not None
+            self._rollout.move([PlannedMove(source=source, target=slot, trajectories=tuple(trajectories))])
+
     def resumed(self, instance: Instance) -> None:
         """The instance's devices no longer train."""
+        self._stranded.clear()
         for slot in instance.slots:
             self._rollout.touch(slot)
             if self._context.mode.mixes_versions:
@@ -318,19 +361,19 @@ class Partition:
         return drain > 2 * cost
 
     def _seconds_left(self, version: Version) -> float:
-        """Until the step of the version's deadline needs its groups, if steps go on as they do."""
+        """Until the step of the version's deadline needs its groups, if the trainer never waits."""
         context = self._context
         assert context.newest is not None
-        if self._training.step_seconds is None:
+        if self._training.busy_seconds is None:
             return math.inf
         steps = version + context.mode.staleness - context.newest + 1
         elapsed = (context.now - self._training.published_at) / SECOND
-        return max(0.0, steps * self._training.step_seconds - elapsed)
+        return max(0.0, steps * self._training.busy_seconds - elapsed)
 
-    def _at_risk(self, version: Version) -> bool:
-        context = self._context
-        assert context.newest is not None
-        return version + context.mode.staleness <= context.newest
+    def _longest(self, version: Version, oldest: int) -> int:
+        """Tokens still to come for the longest of a version's requests: of many, one is likely to be very long."""
+        requests = self._rollout.requests[version]
+        return self._rollout.lengths.remaining(oldest, requests / (requests + 1))
 
     def _facts(self) -> Facts:
         context = self._context
@@ -353,7 +396,7 @@ class Partition:
                     requests=self._rollout.requests[version],
                     kv_tokens=tokens[version],
                     slots=len(context.fleet.of(version)),
-                    longest=self._rollout.lengths.remaining(oldest[version], 0.9),
+                    longest=self._longest(version, oldest[version]),
                     seconds_left=self._seconds_left(version),
                 )
                 for version in sorted(tokens)

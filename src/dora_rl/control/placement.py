@@ -52,6 +52,13 @@ class Facts:
     """What it takes to give a slot another version and move requests there, as seen so far."""
 
 
+_NEAR_BEST = 1.03
+"""Slots beyond this close to the best drain time are better used for new groups."""
+
+_MARGIN = 0.7
+"""Share of the time left that a drain may be predicted to take: lengths are guessed, ranks unevenly loaded. A slot more
+than needed costs little; a deadline missed stalls the trainer."""
+
 Targets = dict[Version, int]
 PlacementRule = Callable[[Facts], Targets]
 
@@ -74,18 +81,28 @@ def deadline(facts: Facts) -> Targets:
     for old in facts.old:
         others = sum(1 for other in facts.old if other.version > old.version)
         most = max(1, room - others)
-        wanted = min(fewest(facts, old), most)
-        while wanted < min(most, old.requests) and drain_seconds(facts, old, wanted) > old.seconds_left:
-            wanted += 1
-        targets[old.version] = wanted
-        room -= wanted
+        targets[old.version] = _in_time(facts, old, most)
+        room -= targets[old.version]
     if not facts.admissible:
         _spread(facts, targets)
     return targets
 
 
+def _in_time(facts: Facts, old: VersionFacts, most: int) -> int:
+    """The fewest slots with which a version meets its deadline, or comes near the best that any number can do."""
+    wanted = min(fewest(facts, old), most)
+    most = min(most, old.requests)
+    in_time = _MARGIN * old.seconds_left
+    if wanted >= most or drain_seconds(facts, old, wanted) <= in_time:
+        return wanted
+    aim = max(in_time, _NEAR_BEST * drain_seconds(facts, old, most))
+    while wanted < most and drain_seconds(facts, old, wanted) > aim:
+        wanted += 1
+    return wanted
+
+
 def _spread(facts: Facts, targets: Targets) -> None:
-    """Admission is closed: give slots that would idle to the oldest version, while that shortens its drain."""
+    """Admission is closed: give slots that would idle to the oldest version, while that shortens its drain well."""
     if not facts.old:
         return
     needed = math.ceil(facts.newest_requests / facts.max_requests)
@@ -94,8 +111,9 @@ def _spread(facts: Facts, targets: Targets) -> None:
     have = targets[oldest.version]
     while spare > 0 and have < oldest.requests:
         more = min(have, spare, oldest.requests - have)  # double, as far as there are slots
-        gain = drain_seconds(facts, oldest, have) - drain_seconds(facts, oldest, have + more)
-        if gain <= 2 * facts.overhead_seconds:
+        now = drain_seconds(facts, oldest, have)
+        gain = now - drain_seconds(facts, oldest, have + more)
+        if gain <= max(4 * facts.overhead_seconds, 0.1 * now):
             break
         have += more
         spare -= more

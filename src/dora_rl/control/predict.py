@@ -18,13 +18,25 @@ class LengthPredictor:
         self._longest = longest
         self._counts = [0] * (_bucket(longest) + 1)
         self.seen = 0
-        self.total = 0
+        self._sum = 0
+        self._squares = 0
 
     def observe(self, tokens: int) -> None:
         """A trajectory ended with so many tokens."""
         self._counts[min(_bucket(tokens), len(self._counts) - 1)] += 1
         self.seen += 1
-        self.total += tokens
+        self._sum += tokens
+        self._squares += tokens * tokens
+
+    def mean_context(self) -> float:
+        """Response tokens that a running request holds, averaged over time: E[L^2] / (2 E[L])."""
+        return self._squares / (2 * self._sum) if self._sum else 0.0
+
+    def survival(self, tokens: float) -> float:
+        """Share of trajectories that are longer than so many tokens."""
+        if not self.seen:
+            return 1.0
+        return sum(self._counts[_bucket(int(tokens)) + 1 :]) / self.seen
 
     def remaining(self, tokens: int, quantile: float) -> int:
         """Tokens still to come for one that has `tokens`, exceeded with probability 1 - `quantile`."""

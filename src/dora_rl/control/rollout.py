@@ -5,7 +5,8 @@ Invariants:
 - a request that loses its slot gets a new attempt and waits in `waiting` of its version, oldest version first;
 - room on an instance is given to waiting requests before new groups;
 - new groups go to the emptiest slot of the rollout version; while further slots are still loading that version, no
-  slot takes more than its even share.
+  slot takes more than its even share;
+- once there are enough untrained groups (`pacing`), only instances with nothing to do get new ones.
 
 `_room` is a heap of (load, slot) over the slots of the rollout version. Its entries may be out of date: they are
 checked when popped, and a slot whose load falls is pushed again.
@@ -24,6 +25,7 @@ from dora_rl.control.ledger import GroupState, Stage, TrajectoryState
 from dora_rl.control.migration import PlannedMove
 from dora_rl.control.predict import LengthPredictor
 from dora_rl.control.timers import Wait
+from dora_rl.control.training import Training
 from dora_rl.core.commands import Abort, FailTrajectory, FetchPrompts, GroupFailed, Move, Resume, Score, StartGroup
 from dora_rl.core.errors import IntegrityError
 from dora_rl.core.events import Generated, Moved, MoveFailed, Progress
@@ -33,12 +35,15 @@ from dora_rl.core.nouns import SECOND, Attempt, InstanceId, Nanoseconds, SlotId,
 class Rollout:
     """Starts, resumes, moves and ends requests."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, training: Training) -> None:
         self._context = context
+        self._training = training
         self.lengths = LengthPredictor(context.config.max_response_tokens)
         self.waiting: dict[Version, deque[TrajectoryState]] = {}
         self.touched: dict[SlotId, Slot] = {}
         """Slots whose load has changed since they were last looked at."""
+        self.group_ended = False
+        """Some group has ended since the last upkeep."""
         self.requests: dict[Version, int] = {}
         """Requests on slots, by version."""
         self.move_seconds_per_token = 0.0
@@ -277,7 +282,7 @@ class Rollout:
     def _start(self, version: Version, slot: Slot) -> None:
         context = self._context
         prompt = context.prompts.popleft()
-        group = context.ledger.admit(prompt, version, slot)
+        group = context.ledger.admit(prompt, version, slot, context.now)
         for trajectory in group.trajectories:
             context.fleet.place(trajectory, slot)
         slot.instance.kv_tokens += prompt.tokens + context.config.group_size
@@ -291,6 +296,7 @@ class Rollout:
         size = context.config.group_size
         share = 1.0 - context.config.kv_headroom
         loading = context.fleet.loading.get(version, 0)
+        enough = context.mode.repartitions and context.ledger.live >= context.enough
         even = math.inf
         if loading:
             requests = self.requests.get(version, 0) + allowance * size
@@ -304,8 +310,12 @@ class Rollout:
                 heapq.heappop(self._room)
             elif load < instance.load:
                 heapq.heapreplace(self._room, (instance.load, number, slot))
-            elif not instance.has_room(size, self._admission_tokens(instance, prompt_tokens), share):
+            elif (instance.active and not instance.has_room(
+                size, self._admission_tokens(instance, prompt_tokens), share
+            )) or (instance.spec.shares_trainer and instance.active and not self._may_strand(instance, prompt_tokens)):
                 heapq.heappop(self._room)
+            elif enough and instance.active:
+                break  # and so have all others something to do
             elif slot.requests and len(slot.requests) + size > even:
                 if instance.active:
                     break  # the others are at least as full
@@ -316,6 +326,20 @@ class Rollout:
         for entry in full:
             heapq.heappush(self._room, entry)
         return chosen
+
+    def _may_strand(self, instance: Instance, prompt_tokens: int) -> bool:
+        """Sharing instances take only as much as the others can take over when the trainer's devices train again.
+
+        More would wait there and grow stale. What is left by then are the requests that are longer than the tokens
+        that fit into the trainer's usual wait.
+        """
+        fleet = self._context.fleet
+        if not fleet.dedicated_kv or not self.lengths.seen:
+            return True
+        step = instance.spec.decode.seconds(instance.active, instance.kv_tokens)
+        fitting = self._context.collect_seconds / step if step else 0.0
+        stranded = self.lengths.survival(fitting) * (fleet.sharing_requests + self._context.config.group_size)
+        return stranded <= fleet.dedicated_kv / (prompt_tokens + self.lengths.mean_context())
 
     def _admission_tokens(self, instance: Instance, prompt_tokens: int) -> int:
         """KV that a new group will soon need, with the near growth of what runs there already."""
@@ -389,7 +413,12 @@ class Rollout:
                 )
 
     def _announce(self, ended: GroupState | None) -> None:
-        if ended is not None and ended.id not in self._context.ledger.groups:
+        if ended is None:
+            return
+        self.group_ended = True
+        if ended.id in self._context.ledger.groups:
+            self._training.finished(ended)
+        else:
             self._context.say(GroupFailed(group=ended.id, reasons=tuple(ended.reasons)))
 
     def _heard(self, instance_id: InstanceId, kv_tokens: int) -> Instance | None:

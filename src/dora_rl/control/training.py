@@ -17,12 +17,13 @@ from enum import Enum, auto
 from dora_rl.control.batching import StepRule
 from dora_rl.control.context import Context
 from dora_rl.control.ledger import GroupState
+from dora_rl.control.pacing import Pacing
 from dora_rl.control.timers import Wait
 from dora_rl.core.commands import Accumulate, Apply, Publish, RestartTrainer
 from dora_rl.core.errors import IntegrityError
-from dora_rl.core.events import Published, Trained
+from dora_rl.core.events import Accumulated, Published, Trained
 from dora_rl.core.labels import Because, Cause
-from dora_rl.core.nouns import Attempt, GroupId, Nanoseconds, StepId, Version
+from dora_rl.core.nouns import SECOND, Attempt, GroupId, Nanoseconds, StepId, Version
 
 
 class TrainerStage(Enum):
@@ -41,14 +42,19 @@ class Training:
         self._context = context
         self.stage = TrainerStage.ABSENT
         self.attempt: Attempt = 0
-        self.step_seconds: float | None = None
-        """Smoothed time from one published version to the next."""
+        self.busy_seconds: float | None = None
+        """Smoothed time of a step that the trainer works; the rest it waits."""
         self.published_at: Nanoseconds = 0
         self._batch: list[GroupState] = []
         self._sent = 0
         self._rule = StepRule(0, 1, 0)
         self._history: dict[StepId, tuple[GroupId, ...]] = {}
         self._replaying: StepId | None = None
+        self._pacing = Pacing(context.config.groups_per_step, context.mode.staleness)
+        self._accumulating = 0
+        """Groups that were sent and not reported back."""
+        self._busy: Nanoseconds = 0
+        self._busy_since: Nanoseconds | None = None
         self._entered = 0
         """How often the stage has changed: names one wait."""
 
@@ -63,6 +69,7 @@ class Training:
         context = self._context
         self.attempt += 1
         self._sent = 0
+        self._accumulating = 0
         self._replaying = None
         newest = context.newest
         if newest is None or (version == newest + 1 and self._complete()):
@@ -79,6 +86,7 @@ class Training:
 
     def lost(self, reason: str) -> None:
         """The trainer is gone; it is asked for again until it comes back."""
+        self._work(busy=False)
         self._enter(TrainerStage.ABSENT, reason)
 
     def overdue(self, entered: int, reason: str) -> None:
@@ -93,6 +101,14 @@ class Training:
             del self._history[step]
 
     # -- the step ---------------------------------------------------------------------------------------------
+
+    def accumulated(self, event: Accumulated) -> bool:
+        """The trainer is through with some groups; with all of them it waits for more."""
+        if event.attempt != self.attempt or event.step != self._context.newest or not self._accumulating:
+            return False
+        self._accumulating = max(0, self._accumulating - event.groups)
+        self._work(busy=bool(self._accumulating) or self.stage is not TrainerStage.COLLECTING)
+        return True
 
     def trained(self, event: Trained) -> None:
         if self.stage is not TrainerStage.TRAINING or event.attempt != self.attempt:
@@ -114,13 +130,14 @@ class Training:
         context = self._context
         if self.stage is not TrainerStage.PUBLISHING or event.attempt != self.attempt:
             return False
-        first = context.newest is None
         if context.newest is not None:
             if event.version != context.newest + 1:
                 return False
-            seconds = (context.now - self.published_at) / 1e9
+            self._work(busy=False)
+            seconds = self._busy / SECOND
             # Half the weight on the last step: step times drift as lengths grow, and vary little otherwise.
-            self.step_seconds = seconds if self.step_seconds is None else (self.step_seconds + seconds) / 2
+            self.busy_seconds = seconds if self.busy_seconds is None else (self.busy_seconds + seconds) / 2
+            self._busy = 0
             self._history[context.newest] = tuple(group.id for group in self._batch)
             for group in self._batch:
                 context.ledger.settle(group)
@@ -130,9 +147,13 @@ class Training:
         self._batch = []
         self._sent = 0
         self._rule = StepRule(event.version, context.config.groups_per_step, context.mode.staleness)
+        context.enough = self._pacing.enough(self.busy_seconds)
         self._enter(TrainerStage.COLLECTING)
-        assert first or not self._replaying
         return True
+
+    def finished(self, group: GroupState) -> None:
+        """A group has ended and can be trained."""
+        self._pacing.finished(self._context.now - group.admitted_at)
 
     def collect(self) -> bool:
         """Take what the rule allows; True if that completed the step and training begins."""
@@ -143,12 +164,20 @@ class Training:
         complete = self._complete()
         if (streaming or complete) and self._sent < len(self._batch):
             step = self._step()
-            self._context.say(Accumulate(step=step, groups=tuple(group.id for group in self._batch[self._sent :])))
+            self._context.say(
+                Accumulate(
+                    step=step, attempt=self.attempt, groups=tuple(group.id for group in self._batch[self._sent :])
+                )
+            )
+            self._accumulating += len(self._batch) - self._sent
             self._sent = len(self._batch)
+            self._work(busy=True)
         if not complete:
             return False
         ordered = sorted(self._batch, key=lambda group: (group.version, group.id))
         self._context.say(Apply(step=self._step(), attempt=self.attempt, groups=tuple(group.id for group in ordered)))
+        waited = (self._context.now - self.published_at) / SECOND
+        self._context.collect_seconds += (waited - self._context.collect_seconds) / 2
         self._enter(TrainerStage.TRAINING)
         return True
 
@@ -186,10 +215,17 @@ class Training:
         last = self._context.drained and not self._context.ledger.unfinished
         return last and 0 < len(self._batch) == self._context.ledger.live
 
+    def _work(self, *, busy: bool) -> None:
+        """Measure how long the trainer works."""
+        now = self._context.now
+        if self._busy_since is not None:
+            self._busy += now - self._busy_since
+        self._busy_since = now if busy else None
+
     def _replay(self, step: StepId) -> None:
         self._replaying = step
         groups = self._history[step]
-        self._context.say(Accumulate(step=step, groups=groups))
+        self._context.say(Accumulate(step=step, attempt=self.attempt, groups=groups))
         self._context.say(Apply(step=step, attempt=self.attempt, groups=groups))
         self._enter(TrainerStage.TRAINING)
 

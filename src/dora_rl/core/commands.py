@@ -89,6 +89,7 @@ class Accumulate(Command, frozen=True, kw_only=True):
     """Add the gradients of these groups to the step."""
 
     step: StepId
+    attempt: Attempt
     groups: tuple[GroupId, ...]
 
 

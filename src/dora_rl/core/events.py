@@ -145,6 +145,14 @@ class MoveFailed(Event, frozen=True, kw_only=True):
     """The source still runs them; otherwise their KV is lost and they go on from their tokens."""
 
 
+class Accumulated(Event, frozen=True, kw_only=True):
+    """The trainer has added the gradients of so many groups to the step."""
+
+    step: StepId
+    attempt: Attempt
+    groups: int
+
+
 class Trained(Event, frozen=True, kw_only=True):
     """The optimiser step is done."""
 
@@ -197,6 +205,7 @@ AnyEvent = (
     | TrajectoryFailed
     | Moved
     | MoveFailed
+    | Accumulated
     | Trained
     | Published
     | Checkpointed

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dora_rl.sim.config import Layout, SimConfig
+from dora_rl.sim.config import LayoutKind, SimConfig
 from dora_rl.sim.costs import Costs
 from dora_rl.sim.workload import Source
-from dora_rl.sim.world import divide
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,16 +42,14 @@ class LowerBound:
         return max(("trainer", "tokens", "longest"), key=lambda name: float(getattr(self, name)))
 
 
-def lower_bound(config: SimConfig, layout: Layout, *, staleness: int, tokens: float, longest: float) -> LowerBound:
+def lower_bound(config: SimConfig, layout: LayoutKind, *, staleness: int, tokens: float, longest: float) -> LowerBound:
     """The bound for steps of so many response tokens whose longest trajectory has `longest`."""
     costs = Costs(config)
     control = config.control
-    trainer_devices, sharing, dedicated = divide(config, layout)
+    trainer_devices, sharing, dedicated = config.divide(layout)
     prompts = config.workload.prompt_tokens
     trained = tokens + prompts * control.groups_per_step * control.group_size
-    trainer = (
-        costs.train(int(trained), trainer_devices) + config.trainer.fixed_seconds + config.trainer.publish_seconds
-    )
+    trainer = costs.train(int(trained), trainer_devices) + config.trainer.fixed_seconds + config.trainer.publish_seconds
     rate = costs.peak_rate(prompts + mean_context(config))
     serial = staleness == 0
     # While they train, shared devices do not generate; with K = 0 that is added anyway.

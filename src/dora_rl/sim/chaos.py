@@ -35,6 +35,8 @@ from dora_rl.core.nouns import (
 from dora_rl.sim.witness import Witness, demand
 
 T = TypeVar("T")
+_KV_EACH = 16
+"""Tokens of KV that a fake request holds."""
 Choose = Callable[[int], int]
 """Picks a number below the given one."""
 
@@ -54,6 +56,7 @@ class ChaosPlan:
     faults: int
     shares_trainer: bool = False
     tools: bool = False
+    kv_tokens: int = 1 << 20
 
 
 @dataclass(slots=True)
@@ -86,7 +89,7 @@ class FakeInstance:
 
     @property
     def kv_tokens(self) -> int:
-        return len(self.requests)
+        return _KV_EACH * len(self.requests)
 
 
 class ChaosWorld:
@@ -218,7 +221,7 @@ class ChaosWorld:
             instance=f"i{self._names}",
             slots=self.plan.slots,
             max_requests=self.plan.max_requests,
-            kv_tokens=1 << 20,
+            kv_tokens=self.plan.kv_tokens,
             shares_trainer=self.plan.shares_trainer and self._names % 2 == 0,
         )
         self.instances[spec.instance] = FakeInstance(spec)
@@ -514,6 +517,10 @@ class ChaosWorld:
     def _train(self) -> None:
         command = self._trainer.popleft()
         match command:
+            case c.Accumulate():
+                self._reports.append(
+                    e.Accumulated(step=command.step, attempt=command.attempt, groups=len(command.groups))
+                )
             case c.Apply():
                 demand(command.step == self._trainer_version, f"step {command.step} from {self._trainer_version}")
                 self._trainer_version = command.step + 1

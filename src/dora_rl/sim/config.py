@@ -88,16 +88,6 @@ class TrainerShape(Config):
     """From the optimiser's update to weights that can be loaded."""
 
 
-class Layout(Config):
-    """Who trains and who generates."""
-
-    kind: LayoutKind
-    """Colocated: all devices do both, in turns. Disaggregated: each does one. Elastic: the trainer's devices generate
-    too while they would idle."""
-    trainer_devices: int | None = Field(None, ge=1)
-    """Unset: half of them (all, if colocated)."""
-
-
 class Workload(Config):
     """What the prompts ask for."""
 
@@ -134,16 +124,28 @@ class SimConfig(Config):
     rollout: RolloutShape
     trainer: TrainerShape
     workload: Workload = Workload()
-    layouts: dict[ModeName, Layout] = Field(
-        default={
-            "sync": Layout(kind="colocated"),
-            "one_step_off": Layout(kind="disaggregated"),
-            "partial": Layout(kind="colocated"),
-            "dora": Layout(kind="disaggregated"),
-        }
-    )
-    elastic: Layout = Layout(kind="elastic")
-    """The layout of the variant `dora:elastic`."""
+    layouts: dict[ModeName, LayoutKind] = {
+        "sync": "colocated",
+        "one_step_off": "disaggregated",
+        "partial": "colocated",
+        "dora": "disaggregated",
+    }
+    """Who trains and who generates, by mode. Colocated: all devices do both, in turns. Disaggregated: each does one.
+    Elastic: the trainer's devices generate too while they would idle."""
+    trainer_devices: int | None = Field(None, ge=1)
+    """Where layouts are disaggregated; unset: half of them."""
+    elastic_trainer_devices: int | None = Field(None, ge=1)
+    """Where layouts are elastic; unset: half of them."""
+
+    def divide(self, layout: LayoutKind) -> tuple[int, int, int]:
+        """Devices that train, instances that share them, and instances of their own."""
+        per_instance = self.rollout.devices
+        if layout == "colocated":
+            return self.devices, self.devices // per_instance, 0
+        asked = self.trainer_devices if layout == "disaggregated" else self.elastic_trainer_devices
+        trainer = asked or self.devices // 2
+        sharing = trainer // per_instance if layout == "elastic" else 0
+        return trainer, sharing, (self.devices - trainer) // per_instance
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -152,4 +154,8 @@ class SimConfig(Config):
                 f"'control.group_size' is {self.control.group_size}, but an instance takes only "
                 f"{self.rollout.max_requests} requests: lower it or raise 'rollout.max_requests'"
             )
+        for name in ("trainer_devices", "elastic_trainer_devices"):
+            asked = getattr(self, name)
+            if asked is not None and asked > self.devices:
+                raise ValueError(f"'{name}' is {asked}, but there are only {self.devices} 'devices'")
         return self

@@ -167,7 +167,9 @@ class SimInstance:
         base = costs.step_base(self._active, versions)
         steps = self._steps
         if len(self._counts) == 1:
-            return base + costs.per_token * (self._offsets[0] + self._active * steps), costs.per_token * self._active / 2
+            return base + costs.per_token * (
+                self._offsets[0] + self._active * steps
+            ), costs.per_token * self._active / 2
         context, count = max(
             (offset + count * steps, count) for offset, count in zip(self._offsets, self._counts, strict=True)
         )
@@ -182,12 +184,18 @@ class SimInstance:
         request.home = self
         request.joined = self._steps
         if len(self._counts) > 1:
-            request.rank = min(range(len(self._counts)), key=self._counts.__getitem__)
+            request.rank = self._emptiest_rank()
         self._offsets[request.rank] += request.context - self._steps
         self._counts[request.rank] += 1
         self._active += 1
         self.slot_list[request.slot].active += 1
         heapq.heappush(self._finishing, (self._steps + request.remaining, request.ticket, request))
+
+    def _emptiest_rank(self) -> int:
+        """The rank with the least context."""
+        steps = self._steps
+        loads = [offset + count * steps for offset, count in zip(self._offsets, self._counts, strict=True)]
+        return loads.index(min(loads))
 
     def leave(self, request: SimRequest) -> None:
         """The request is in no batch any more; its context and remaining tokens are brought up to date."""

@@ -29,16 +29,90 @@ PAPER: dict[str, Any] = {
     },
     "hardware": H800,
     "model": QWEN_32B,
-    "rollout": {"devices": 2, "max_requests": 256, "step_overhead": 0.016},
-    "trainer": {"utilisation": 0.32, "passes": 8.0, "fixed_seconds": 174.0, "publish_seconds": 2.0},
+    "rollout": {"devices": 2, "max_requests": 256, "step_overhead": 0.0102},
+    "trainer": {"utilisation": 0.286, "passes": 8.0, "fixed_seconds": 172.3, "publish_seconds": 2.0},
     "workload": {"prompt_tokens": 256, "mean_tokens": 2400.0, "sigma": 1.0, "group_correlation": 0.5},
     "steps": 8,
     "warmup_steps": 5,
 }
 
+# LongCat-Flash: 560B parameters, about 27B active; 541B of them in 512 experts a layer, of which a token uses about 8;
+# latent attention keeps 576 values a token in each of its 56 attention blocks. Served in 8 bits.
+LONGCAT = {
+    "parameters": 560e9,
+    "active_parameters": 27e9,
+    "shared_parameters": 19e9,
+    "experts": 512,
+    "experts_per_token": 8,
+    "bytes_per_parameter": 1.0,
+    "kv_bytes_per_token": 56 * 576 * 2,
+}
+
+LONGCAT_CLUSTER: dict[str, Any] = {
+    "control": {
+        "groups_per_step": 2048,
+        "group_size": 16,
+        "max_response_tokens": 64_000,
+        "max_staleness": 4,
+        "rebalance_seconds": 60.0,
+    },
+    "hardware": H800,
+    "model": LONGCAT,
+    "rollout": {"devices": 32, "lock_step": True, "max_requests": 32 * 48, "step_overhead": 0.01},
+    "trainer": {"utilisation": 0.3, "passes": 8.0, "fixed_seconds": 20.0, "publish_seconds": 5.0},
+    "workload": {"prompt_tokens": 512, "mean_tokens": 10_000.0, "sigma": 1.0, "group_correlation": 0.5},
+    "devices": 4096,
+    "trainer_devices": 544,
+    "steps": 6,
+    "warmup_steps": 6,
+}
+
+# Two cores of a laptop with a 3M-parameter model in float32: each core is a device.
+LAPTOP: dict[str, Any] = {
+    "control": {
+        "groups_per_step": 8,
+        "group_size": 8,
+        "max_response_tokens": 512,
+        "max_staleness": 3,
+        "rebalance_seconds": 2.0,
+    },
+    "hardware": {
+        "flops": 91e9,
+        "memory_bytes": 2e9,
+        "memory_bandwidth": 21.5e9,
+        "link_bandwidth": 8e9,
+        "host_bandwidth": 8e9,
+    },
+    "model": {"parameters": 3.2e6, "bytes_per_parameter": 4.0, "kv_bytes_per_token": 2 * 4 * 256 * 4},
+    "rollout": {
+        "devices": 1,
+        "max_requests": 64,
+        "step_overhead": 0.002,
+        "compute_efficiency": 0.25,
+        "load_overhead": 0.01,
+        "move_overhead": 0.002,
+    },
+    "trainer": {"utilisation": 0.58, "passes": 6.0, "fixed_seconds": 0.05, "publish_seconds": 0.02},
+    "workload": {"prompt_tokens": 16, "mean_tokens": 64.0, "sigma": 1.0, "group_correlation": 0.5},
+    "devices": 4,
+    "trainer_devices": 1,
+    "steps": 20,
+    "warmup_steps": 5,
+}
+
 PRESETS: dict[str, dict[str, Any]] = {
+    "laptop": LAPTOP,
     "paper-64": {**PAPER, "devices": 64},
     "paper-128": {**PAPER, "devices": 128},
+    "longcat-4096": LONGCAT_CLUSTER,
+    "cluster-40960": {
+        **LONGCAT_CLUSTER,
+        "control": {**LONGCAT_CLUSTER["control"], "groups_per_step": 16_384},
+        "devices": 40_960,
+        "trainer_devices": 5_440,
+        "steps": 2,
+        "warmup_steps": 3,
+    },
 }
 
 

@@ -10,11 +10,12 @@ from dora_rl.control.config import ControlConfig, Deadlines, ModeName, Placement
 from dora_rl.control.orchestrator import Orchestrator
 from dora_rl.core.accounting import Activity, Segment
 from dora_rl.core.errors import ConfigError
+from dora_rl.core.events import Event
 from dora_rl.core.labels import Because, Label
 from dora_rl.core.nouns import SECOND, Nanoseconds, SlotId
 from dora_rl.core.ports import drive
 from dora_rl.sim.bound import LowerBound, lower_bound
-from dora_rl.sim.config import Layout, SimConfig
+from dora_rl.sim.config import LayoutKind, SimConfig
 from dora_rl.sim.witness import BOUNDS
 from dora_rl.sim.world import SimWorld
 
@@ -40,7 +41,9 @@ def parse_variant(text: str) -> Variant:
     found = next((name for name in MODES if name == mode), None)
     if found is None:
         raise ConfigError(f"unknown mode '{mode}': choose from {', '.join(MODES)}")
-    elastic, placement, staleness = False, None, None
+    elastic = False
+    placement: PlacementName | None = None
+    staleness: int | None = None
     for option in filter(None, options.split("+")):
         if option == "elastic":
             elastic = True
@@ -52,7 +55,7 @@ def parse_variant(text: str) -> Variant:
             staleness = int(option[1:])
         else:
             raise ConfigError(f"unknown option '{option}' in '{text}': use elastic, deadline, proportional or kN")
-    return Variant(name=text, mode=found, elastic=elastic, placement=placement, staleness=staleness)  # type: ignore[arg-type]
+    return Variant(name=text, mode=found, elastic=elastic, placement=placement, staleness=staleness)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +81,6 @@ class Result:
     """Response tokens trained, per second."""
     occupancy: float
     """Share of the time in which slots could generate that they decoded or prefilled."""
-    fill: float
-    """Mean share of the request room in use while decoding."""
     idle: dict[str, float]
     """Share of slot time idle, by cause."""
     trainer: dict[str, float]
@@ -124,7 +125,7 @@ def simulate(
 ) -> Result:
     """Run the orchestrator of production against the simulated world."""
     control = control_for(config, variant)
-    layout = config.elastic if variant.elastic else config.layouts[variant.mode]
+    layout: LayoutKind = "elastic" if variant.elastic else config.layouts[variant.mode]
     world = Meter(config.model_copy(update={"control": control}), layout, keep_segments=timeline, progress=progress)
     _check_instances(config, layout, len(world.instances))
     drive(Orchestrator(control), world)
@@ -132,10 +133,10 @@ def simulate(
     return world.result(variant, control, layout)
 
 
-def _check_instances(config: SimConfig, layout: Layout, instances: int) -> None:
+def _check_instances(config: SimConfig, layout: LayoutKind, instances: int) -> None:
     if not instances:
         raise ConfigError(
-            f"'devices': {config.devices} devices ({layout.kind}) leave no room for a rollout instance of "
+            f"'devices': {config.devices} devices ({layout}) leave no room for a rollout instance of "
             f"{config.rollout.devices}"
         )
 
@@ -146,20 +147,20 @@ class Meter(SimWorld):
     def __init__(
         self,
         config: SimConfig,
-        layout: Layout,
+        layout: LayoutKind,
         *,
         keep_segments: bool,
         progress: Callable[[int], None] | None,
     ) -> None:
         super().__init__(config, layout, keep_segments=keep_segments)
         self._progress = progress
-        self._start: Nanoseconds = 0
+        self._measured_from: Nanoseconds = 0
         self._before: Counter[Activity] = Counter()
         self._trainer_before: Counter[Activity] = Counter()
         self._moves_before = 0
         self._seen = -1
 
-    def next_event(self, wake_at):  # type: ignore[no-untyped-def]
+    def next_event(self, wake_at: Nanoseconds | None) -> tuple[Event, Nanoseconds] | None:
         arrived = super().next_event(wake_at)
         newest = len(self.versions_live) - 1
         if newest != self._seen:
@@ -172,7 +173,7 @@ class Meter(SimWorld):
 
     def _begin(self) -> None:
         self.close()
-        self._start = self.now
+        self._measured_from = self.now
         self._before = self._totals()
         self._trainer_before = Counter(self.trainer.totals)
         self._moves_before = sum(count for *_, count in self.moves)
@@ -184,8 +185,8 @@ class Meter(SimWorld):
                 totals.update(slot.account.totals)
         return totals
 
-    def result(self, variant: Variant, control: ControlConfig, layout: Layout) -> Result:
-        seconds = (self.now - self._start) / SECOND
+    def result(self, variant: Variant, control: ControlConfig, layout: LayoutKind) -> Result:
+        seconds = (self.now - self._measured_from) / SECOND
         first = self.config.warmup_steps
         records = [record for step, record in self.steps.items() if step >= first and record.finished_at]
         tokens = sum(record.tokens for record in records)
@@ -209,7 +210,6 @@ class Meter(SimWorld):
             step_seconds=seconds / len(records),
             tokens_per_second=tokens / seconds,
             occupancy=_occupancy(slots),
-            fill=0.0,
             idle=_shares(slots, idle_only=True),
             trainer=_shares(trainer),
             labels=_shares(slots, by_label=True),
@@ -233,7 +233,7 @@ class Meter(SimWorld):
             trainer=self.trainer.segments or [],
             moves=self.moves,
             published={step + 1: record.finished_at for step, record in self.steps.items() if record.finished_at},
-            start=self._start,
+            start=self._measured_from,
             end=self.now,
         )
 

@@ -116,7 +116,7 @@ class Source:
             for row in range(_BLOCK):
                 members = [traced.response_tokens for traced in self._groups[self._trace_group(block * _BLOCK + row)]]
                 lengths[row] = random.choice(members, self._size, replace=len(members) < self._size)
-        return np.clip(np.rint(lengths), 1, self._longest).astype(np.int64)
+        return np.asarray(np.clip(np.rint(lengths), 1, self._longest), dtype=np.int64)
 
     def _trace_group(self, prompt: int) -> int:
         """Traces are walked in a shuffled order, anew for each epoch."""

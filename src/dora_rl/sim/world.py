@@ -27,12 +27,13 @@ from dora_rl.core.nouns import (
     Version,
     nanoseconds,
 )
-from dora_rl.sim.config import Layout, SimConfig
+from dora_rl.sim.config import LayoutKind, SimConfig
 from dora_rl.sim.costs import Costs
 from dora_rl.sim.instance import SimInstance, SimRequest
 from dora_rl.sim.workload import Source
 
 Action = Callable[[], None]
+_STARTING = Cause(because=Because.STARTING)
 
 
 def fingerprint(version: Version) -> str:
@@ -55,7 +56,7 @@ class StepRecord:
 class SimWorld:
     """Carries out commands on the virtual clock."""
 
-    def __init__(self, config: SimConfig, layout: Layout, *, keep_segments: bool = False) -> None:
+    def __init__(self, config: SimConfig, layout: LayoutKind, *, keep_segments: bool = False) -> None:
         self.config = config
         self.costs = Costs(config)
         self.source = Source(
@@ -83,7 +84,7 @@ class SimWorld:
         self._prompts = 0
         self._last_step = config.warmup_steps + config.steps
 
-        self.trainer_devices, sharing, dedicated = divide(config, layout)
+        self.trainer_devices, sharing, dedicated = config.divide(layout)
         self.trainer = TimeAccount(0, Activity(Label.IDLE, None, _STARTING), keep_segments=keep_segments)
         self._trainer_cause = _STARTING
         self._trainer_free: Nanoseconds = 0
@@ -183,9 +184,7 @@ class SimWorld:
         if request.turn + 1 < len(request.turns):
             request.parked = True
             self._after(turn.tool_seconds, partial(self._end_tool, request))
-            self._events.append(
-                e.Parked(trajectory=trajectory, attempt=request.attempt, kv_tokens=instance.kv_tokens)
-            )
+            self._events.append(e.Parked(trajectory=trajectory, attempt=request.attempt, kv_tokens=instance.kv_tokens))
             return
         version = instance.slot_list[request.slot].version
         assert version is not None
@@ -308,9 +307,7 @@ class SimWorld:
         target = self.instances[command.target.instance]
         self._touch(source)
         leaving = [
-            request
-            for trajectory in command.trajectories
-            if (request := source.requests.get(trajectory)) is not None
+            request for trajectory in command.trajectories if (request := source.requests.get(trajectory)) is not None
         ]
         if not leaving:
             return
@@ -386,13 +383,14 @@ class SimWorld:
         self._trainer_step = command.step
         self.trainer.switch(self.now, Activity(Label.TRAIN, command.step))
         free = self._trainer_free
-        self._at(free, partial(self._trainer_ran_dry, free))
+        self._at(free, partial(self._accumulated, command, free))
 
     def _group_tokens(self, group: int) -> int:
         prompts = self.source.prompt_tokens(group) * self.config.control.group_size
         return prompts + self._lengths[group][0]
 
-    def _trainer_ran_dry(self, free: Nanoseconds) -> None:
+    def _accumulated(self, command: c.Accumulate, free: Nanoseconds) -> None:
+        self._events.append(e.Accumulated(step=command.step, attempt=command.attempt, groups=len(command.groups)))
         if free == self._trainer_free and self.trainer.current.label is Label.TRAIN:
             self.trainer.switch(self.now, Activity(Label.IDLE, self._trainer_step, self._trainer_cause))
 
@@ -430,9 +428,7 @@ class SimWorld:
             self.steps[command.version - 1].finished_at = self.now
         self.trainer.switch(self.now, Activity(Label.IDLE, command.version, self._trainer_cause))
         self._events.append(
-            e.Published(
-                version=command.version, attempt=command.attempt, fingerprint=fingerprint(command.version)
-            )
+            e.Published(version=command.version, attempt=command.attempt, fingerprint=fingerprint(command.version))
         )
 
     def _trainer_idles(self, command: c.TrainerIdles) -> None:
@@ -455,17 +451,3 @@ class SimWorld:
         c.Publish: _publish,
         c.TrainerIdles: _trainer_idles,
     }
-
-
-_STARTING = Cause(because=Because.STARTING)
-
-
-def divide(config: SimConfig, layout: Layout) -> tuple[int, int, int]:
-    """Devices that train, instances that share them, and instances of their own."""
-    per_instance = config.rollout.devices
-    if layout.kind == "colocated":
-        return config.devices, config.devices // per_instance, 0
-    trainer = layout.trainer_devices or config.devices // 2
-    dedicated = (config.devices - trainer) // per_instance
-    sharing = trainer // per_instance if layout.kind == "elastic" else 0
-    return trainer, sharing, dedicated

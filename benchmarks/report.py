@@ -1,0 +1,51 @@
+"""What all benchmarks share: targets, a table on the terminal, and a JSON file under `results/`."""
+
+from __future__ import annotations
+
+import json
+import platform
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What was aimed at and what came out."""
+
+    name: str
+    target: str
+    value: float
+    met: bool
+
+
+def at_most(name: str, limit: float, value: float) -> Target:
+    return Target(name=name, target=f"<= {limit:g}", value=round(value, 4), met=value <= limit)
+
+
+def at_least(name: str, limit: float, value: float) -> Target:
+    return Target(name=name, target=f">= {limit:g}", value=round(value, 4), met=value >= limit)
+
+
+def publish(name: str, targets: list[Target], figures: dict[str, Any]) -> None:
+    """Print the targets as a table and write them with the raw figures."""
+    table = Table(title=f"{name}: targets")
+    for column in ("target", "aim", "value", "met"):
+        table.add_column(column, justify="left" if column == "target" else "right")
+    for target in targets:
+        table.add_row(target.name, target.target, f"{target.value:g}", "yes" if target.met else "[red]NO")
+    Console().print(table)
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    content = {
+        "python": platform.python_version(),
+        "targets": [asdict(target) for target in targets],
+        **figures,
+    }
+    path.write_text(json.dumps(content, indent=2) + "\n")
+    Console().print(f"written: benchmarks/results/{path.name}")
