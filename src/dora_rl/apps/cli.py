@@ -7,6 +7,7 @@ import sys
 import typer
 from rich.console import Console
 
+from dora_rl.apps.simulate import plan_command, sim
 from dora_rl.core.errors import UserError
 
 app = typer.Typer(
@@ -29,6 +30,10 @@ def version() -> None:
     from dora_rl import __version__
 
     Console().print(__version__, highlight=False)
+
+
+app.command("sim")(sim)
+app.command("plan")(plan_command)
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ class Context:
         self.prompts: deque[Prompt] = deque()
         self.prompts_ended = False
         self.enough = 2 * config.groups_per_step
-        """Untrained groups that keep the trainer busy; `pacing` sets it. Beyond it, only idle instances get new ones."""
+        """Untrained groups that keep the trainer busy, set by `pacing`; beyond it, only idle instances get new ones."""
         self.collect_seconds = 0.0
         """How long the trainer usually waits for a step's groups, smoothed."""
         self.moved_at: Nanoseconds = 0

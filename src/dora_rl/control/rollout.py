@@ -310,9 +310,9 @@ class Rollout:
                 heapq.heappop(self._room)
             elif load < instance.load:
                 heapq.heapreplace(self._room, (instance.load, number, slot))
-            elif (instance.active and not instance.has_room(
-                size, self._admission_tokens(instance, prompt_tokens), share
-            )) or (instance.spec.shares_trainer and instance.active and not self._may_strand(instance, prompt_tokens)):
+            elif (
+                instance.active and not instance.has_room(size, self._admission_tokens(instance, prompt_tokens), share)
+            ) or (instance.spec.shares_trainer and instance.active and not self._may_strand(instance, prompt_tokens)):
                 heapq.heappop(self._room)
             elif enough and instance.active:
                 break  # and so have all others something to do

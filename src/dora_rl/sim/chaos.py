@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import msgspec
 
@@ -103,6 +103,7 @@ class ChaosWorld:
         self.witness = Witness(config)
         self.now: Nanoseconds = 0
         self.events = 0
+        self.log: list[tuple[e.Event, Nanoseconds, list[c.Command]]] = []
         self.faults_left = plan.faults
         self.faults: Counter[str] = Counter()
         self.instances: dict[InstanceId, FakeInstance] = {}
@@ -174,6 +175,7 @@ class ChaosWorld:
         """Give the orchestrator one event, and carry out what it says."""
         self.events += 1
         commands = self.orchestrator.step(event, self.now)
+        self.log.append((event, self.now, commands))
         self.witness.observe(event, commands)
         self.witness.check_conserving(self.orchestrator.snapshot())
         for command in commands:
@@ -194,26 +196,14 @@ class ChaosWorld:
     # -- faults -----------------------------------------------------------------------------------------------
 
     def _fault(self) -> None:
+        self.inject(sorted(self.FAULTS)[self.choose(len(self.FAULTS))])
+
+    def inject(self, kind: str) -> None:
+        """Let something break, if it can now."""
         self.faults_left -= 1
-        kinds: list[tuple[str, Callable[[], bool]]] = [
-            ("instance lost", self._lose_instance),
-            ("instance silent", self._silence),
-            ("instance joined", self.join),
-            ("report duplicated", self._duplicate),
-            ("load failed", self._fail_load),
-            ("move ordered to fail, kept", lambda: self._fail_move("kept")),
-            ("move ordered to fail, lost", lambda: self._fail_move("lost")),
-            ("move ordered to fail, silent", lambda: self._fail_move("silent")),
-            ("reward failed", self._fail_reward),
-            ("reward hung", self._hang_reward),
-            ("trainer lost", self.lose_trainer),
-            ("trainer hung", self._hang_trainer),
-            ("environment failed", self._fail_environment),
-            ("time jumped", self._time_jump),
-        ]
-        name, do = kinds[self.choose(len(kinds))]
-        if do() and "ordered" not in name:  # those count when they happen
-            self.faults[name] += 1
+        happened = self.FAULTS[kind](self)
+        if happened and not kind.startswith("move"):  # a move's fault counts when it happens
+            self.faults[kind] += 1
 
     def join(self) -> bool:
         self._names += 1
@@ -384,6 +374,23 @@ class ChaosWorld:
     def _send(self, instance: InstanceId, message: c.Command | Bundle) -> None:
         if instance in self.instances:
             self.instances[instance].inbox.append(message)
+
+    FAULTS: ClassVar[dict[str, Callable[[ChaosWorld], bool]]] = {
+        "instance lost": _lose_instance,
+        "instance silent": _silence,
+        "instance joined": join,
+        "report duplicated": _duplicate,
+        "load failed": _fail_load,
+        "move failed, kept": lambda world: world._fail_move("kept"),
+        "move failed, lost": lambda world: world._fail_move("lost"),
+        "move failed, silent": lambda world: world._fail_move("silent"),
+        "reward failed": _fail_reward,
+        "reward hung": _hang_reward,
+        "trainer lost": lose_trainer,
+        "trainer hung": _hang_trainer,
+        "environment failed": _fail_environment,
+        "time jumped": _time_jump,
+    }
 
     def _fetch(self, count: int) -> None:
         first = self._prompts_given

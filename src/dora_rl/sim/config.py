@@ -109,6 +109,14 @@ class Workload(Config):
     reward_seconds: float = Field(0.0, ge=0)
 
 
+_LAYOUTS: dict[ModeName, LayoutKind] = {
+    "sync": "colocated",
+    "one_step_off": "disaggregated",
+    "partial": "colocated",
+    "dora": "disaggregated",
+}
+
+
 class SimConfig(Config):
     """One simulation."""
 
@@ -124,12 +132,7 @@ class SimConfig(Config):
     rollout: RolloutShape
     trainer: TrainerShape
     workload: Workload = Workload()
-    layouts: dict[ModeName, LayoutKind] = {
-        "sync": "colocated",
-        "one_step_off": "disaggregated",
-        "partial": "colocated",
-        "dora": "disaggregated",
-    }
+    layouts: dict[ModeName, LayoutKind] = Field(default_factory=lambda: dict(_LAYOUTS))
     """Who trains and who generates, by mode. Colocated: all devices do both, in turns. Disaggregated: each does one.
     Elastic: the trainer's devices generate too while they would idle."""
     trainer_devices: int | None = Field(None, ge=1)

@@ -67,7 +67,7 @@ LONGCAT_CLUSTER: dict[str, Any] = {
     "warmup_steps": 6,
 }
 
-# Two cores of a laptop with a 3M-parameter model in float32: each core is a device.
+# Four cores of a laptop with a 3M-parameter model in float32: each core is a device.
 LAPTOP: dict[str, Any] = {
     "control": {
         "groups_per_step": 8,
@@ -95,7 +95,7 @@ LAPTOP: dict[str, Any] = {
     "trainer": {"utilisation": 0.58, "passes": 6.0, "fixed_seconds": 0.05, "publish_seconds": 0.02},
     "workload": {"prompt_tokens": 16, "mean_tokens": 64.0, "sigma": 1.0, "group_correlation": 0.5},
     "devices": 4,
-    "trainer_devices": 1,
+    "trainer_devices": 2,
     "steps": 20,
     "warmup_steps": 5,
 }

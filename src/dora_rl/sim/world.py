@@ -11,6 +11,7 @@ import heapq
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import ClassVar
 
 from dora_rl.core import commands as c
 from dora_rl.core import events as e
@@ -436,7 +437,7 @@ class SimWorld:
         if self.trainer.current.label is Label.IDLE:
             self.trainer.switch(self.now, Activity(Label.IDLE, self.trainer.current.version, command.cause))
 
-    _handlers: dict[type[c.Command], Callable[..., None]] = {
+    _handlers: ClassVar[dict[type[c.Command], Callable[..., None]]] = {
         c.LoadVersion: _load,
         c.UnloadSlot: _unload,
         c.StartGroup: _start,

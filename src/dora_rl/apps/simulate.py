@@ -1,0 +1,256 @@
+"""`dora-rl sim` and `dora-rl plan`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from dora_rl.apps.timeline import write_timeline
+from dora_rl.core.config import build, override, read_toml
+from dora_rl.core.errors import ConfigError, UserError
+from dora_rl.sim.config import SimConfig
+from dora_rl.sim.plan import Planned, plan
+from dora_rl.sim.presets import PRESETS, preset
+from dora_rl.sim.run import Result, parse_variant, simulate
+
+DEFAULT_MODES = "sync,one_step_off,partial,dora"
+console = Console()
+
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a setting, such as control.max_staleness=4. Repeatable."),
+]
+
+
+def sim(
+    preset_name: Annotated[
+        str, typer.Argument(metavar="PRESET", help=f"One of {', '.join(PRESETS)}, or a TOML file of settings.")
+    ],
+    modes: Annotated[
+        str,
+        typer.Option(help="Modes to compare, with variants such as dora:proportional, dora:elastic or dora:k1."),
+    ] = DEFAULT_MODES,
+    settings: Set = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    html_file: Annotated[Path | None, typer.Option("--html", help="Write a timeline to this file.")] = None,
+) -> None:
+    """Simulate a cluster and compare modes; the decisions are those of the production orchestrator."""
+    config = load(preset_name, settings or [])
+    variants = [parse_variant(text.strip()) for text in modes.split(",") if text.strip()]
+    if not variants:
+        raise ConfigError("'--modes' is empty: name at least one mode")
+    for file in (json_file, html_file):
+        _check_writable(file)
+    results: dict[str, Result] = {}
+    with _progress() as bar:
+        for variant in variants:
+            task = bar.add_task(variant.name, total=config.warmup_steps + config.steps)
+            results[variant.name] = simulate(
+                config,
+                variant,
+                progress=lambda step, task=task: bar.update(task, completed=step),  # type: ignore[misc]
+                timeline=html_file is not None,
+            )
+    console.print(_table(preset_name, config, results))
+    console.print(_causes(results))
+    if json_file is not None:
+        json_file.write_text(json.dumps(figures(preset_name, config, results), indent=2) + "\n", encoding="utf-8")
+        console.print(f"figures: {json_file}", highlight=False, soft_wrap=True)
+    if html_file is not None:
+        write_timeline(html_file, preset_name, figures(preset_name, config, results), results)
+        console.print(f"timeline: {html_file}", highlight=False, soft_wrap=True)
+
+
+def load(name: str, settings: list[str]) -> SimConfig:
+    """A preset by name, or a TOML file by its path."""
+    if name in PRESETS or not name.endswith(".toml"):
+        return preset(name, settings)
+    path = Path(name)
+    tree = override(read_toml(path), settings)
+    return build(SimConfig, tree, source=name)
+
+
+def figures(name: str, config: SimConfig, results: dict[str, Result]) -> dict[str, Any]:
+    """What `--json` writes."""
+    sync = results.get("sync")
+    return {
+        "preset": name,
+        "devices": config.devices,
+        "steps": config.steps,
+        "seed": config.seed,
+        "modes": {
+            mode: {
+                "step_seconds": result.step_seconds,
+                "tokens_per_second": result.tokens_per_second,
+                "occupancy": result.occupancy,
+                "speedup_over_sync": _speedup(result, sync),
+                "over_lower_bound": result.over_lower_bound,
+                "lower_bound_seconds": result.lower_bound.seconds,
+                "staleness": {str(lag): share for lag, share in result.staleness.items()},
+                "live_versions": result.live_versions,
+                "migrations": result.migrations,
+                "idle": result.idle,
+                "labels": result.labels,
+                "trainer": result.trainer,
+                "events": result.events,
+            }
+            for mode, result in results.items()
+        },
+    }
+
+
+def _speedup(result: Result, sync: Result | None) -> float | None:
+    return None if sync is None else result.tokens_per_second / sync.tokens_per_second
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
+    return f"{seconds / 60:.2f} min"
+
+
+def _table(name: str, config: SimConfig, results: dict[str, Result]) -> Table:
+    control = config.control
+    title = f"{name}: {config.devices} devices, {control.groups_per_step} groups of {control.group_size} a step"
+    table = Table(
+        title=title,
+        caption="x sync: trained tokens/s over those of sync; x bound: step time over the least possible",
+    )
+    for column in ("mode", "step", "tokens/s", "x sync", "x bound", "occupancy", "live", "moved/step", "staleness"):
+        table.add_column(
+            column, justify="left" if column in ("mode", "staleness") else "right", no_wrap=column == "mode"
+        )
+    sync = results.get("sync")
+    for mode, result in results.items():
+        speedup = _speedup(result, sync)
+        table.add_row(
+            mode,
+            _duration(result.step_seconds),
+            f"{result.tokens_per_second:,.0f}",
+            "" if speedup is None else f"{speedup:.2f}",
+            f"{result.over_lower_bound:.2f}",
+            f"{result.occupancy:.0%}",
+            f"{result.live_versions:.1f}",
+            f"{result.migrations:,.0f}",
+            " ".join(f"{lag}:{share:.0%}" for lag, share in result.staleness.items() if share >= 0.005),
+        )
+    return table
+
+
+def _causes(results: dict[str, Result]) -> Table:
+    table = Table(title="Where the time goes, and why slots and trainer idle")
+    table.add_column("mode", no_wrap=True)
+    table.add_column("slots")
+    table.add_column("slots idle because of")
+    table.add_column("trainer")
+    for mode, result in results.items():
+        busy = {label: share for label, share in result.labels.items() if label != "idle"}
+        table.add_row(mode, _parts(busy), _parts(result.idle) or "never", _parts(result.trainer))
+    return table
+
+
+def _parts(shares: dict[str, float]) -> str:
+    return ", ".join(f"{name} {share:.1%}" for name, share in shares.items() if share >= 0.001)
+
+
+def _progress() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("steps"),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+
+
+def _check_writable(file: Path | None) -> None:
+    """Better before the simulation than after it."""
+    if file is not None and not file.resolve().parent.is_dir():
+        raise UserError(f"cannot write {file}: folder {file.parent} does not exist")
+
+
+def plan_command(
+    cluster: Annotated[
+        Path, typer.Argument(metavar="CLUSTER.toml", help="Hardware, model, batch: see docs/simulator.md.")
+    ],
+    trace: Annotated[Path, typer.Argument(metavar="TRACE.jsonl", help="Lengths seen: a line a trajectory.")],
+    settings: Set = None,
+    most: Annotated[int, typer.Option(min=1, help="Simulate at most so many candidates.")] = 24,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the ranking to this file.")] = None,
+) -> None:
+    """Find the best K, instance size and split between training and rollout for a cluster and a trace."""
+    tree = override(read_toml(cluster), settings or [])
+    tree.setdefault("workload", {})["trace"] = str(trace)
+    config = build(SimConfig, tree, source=str(cluster))
+    _check_writable(json_file)
+    with _progress() as bar:
+        task = bar.add_task("candidates", total=most)
+        ranking, skipped = plan(
+            config, most=most, progress=lambda done, total: bar.update(task, completed=done, total=total)
+        )
+    console.print(_ranking(ranking, skipped))
+    best = ranking[0]
+    console.print(
+        f"Best: max_staleness = {best.candidate.staleness}, {best.candidate.trainer_devices} devices train, "
+        f"{best.candidate.instances} instances of {best.candidate.config.rollout.devices} generate; "
+        f"what binds is {best.binds}.",
+        highlight=False,
+    )
+    if json_file is not None:
+        json_file.write_text(json.dumps([_planned(it) for it in ranking], indent=2) + "\n", encoding="utf-8")
+
+
+def _ranking(ranking: list[Planned], skipped: int) -> Table:
+    table = Table(
+        title="Plans, best first",
+        caption=f"{skipped} further candidates can't win or lie beyond --most, and were not simulated",
+    )
+    for column in (
+        "K",
+        "trainer devices",
+        "instances",
+        "devices each",
+        "step",
+        "tokens/s",
+        "mean staleness",
+        "x bound",
+        "binds",
+    ):
+        table.add_column(column, justify="left" if column == "binds" else "right")
+    for planned in ranking:
+        candidate, result = planned.candidate, planned.result
+        table.add_row(
+            str(candidate.staleness),
+            str(candidate.trainer_devices),
+            str(candidate.instances),
+            str(candidate.config.rollout.devices),
+            _duration(result.step_seconds),
+            f"{result.tokens_per_second:,.0f}",
+            f"{planned.mean_staleness:.2f}",
+            f"{result.over_lower_bound:.2f}",
+            planned.binds,
+        )
+    return table
+
+
+def _planned(planned: Planned) -> dict[str, Any]:
+    candidate, result = planned.candidate, planned.result
+    return {
+        "max_staleness": candidate.staleness,
+        "trainer_devices": candidate.trainer_devices,
+        "instances": candidate.instances,
+        "devices_per_instance": candidate.config.rollout.devices,
+        "step_seconds": result.step_seconds,
+        "tokens_per_second": result.tokens_per_second,
+        "mean_staleness": planned.mean_staleness,
+        "over_lower_bound": result.over_lower_bound,
+        "binds": planned.binds,
+    }

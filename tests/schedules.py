@@ -1,0 +1,49 @@
+"""Random schedules: a configuration, a plan of faults and a seed, all drawn from one number."""
+
+from __future__ import annotations
+
+import random
+
+from dora_rl.control.config import ControlConfig, Deadlines, ModeName
+from dora_rl.sim.chaos import ChaosPlan, ChaosWorld
+
+# Short against the schedule's time, so that deadlines pass while things are merely slow.
+DEADLINES = Deadlines(load=20, move=20, score=20, tool=40, heartbeat=15, train=30, stall=10)
+MODES: tuple[ModeName, ...] = ("dora", "dora", "dora", "dora", "dora", "sync", "one_step_off", "partial")
+
+
+def draw_config(random_: random.Random, mode: ModeName | None = None) -> ControlConfig:
+    return ControlConfig(
+        mode=mode or random_.choice(MODES),
+        max_staleness=random_.randint(0, 4),
+        groups_per_step=random_.randint(1, 4),
+        group_size=random_.randint(1, 3),
+        max_response_tokens=64,
+        placement=random_.choice(("deadline", "deadline", "proportional")),
+        stream=random_.random() < 0.5,
+        rebalance_seconds=5,
+        kv_reserve_tokens=random_.choice((0, 4)),
+        deadlines=DEADLINES,
+    )
+
+
+def draw_plan(random_: random.Random, config: ControlConfig) -> ChaosPlan:
+    return ChaosPlan(
+        instances=random_.randint(1, 5),
+        slots=random_.choice((1, 1, 2, 3)),
+        max_requests=config.group_size * random_.randint(1, 4),
+        prompts=random_.randint(1, 40),
+        faults=random_.randint(0, 12),
+        shares_trainer=random_.random() < 0.2,
+        tools=random_.random() < 0.3,
+        kv_tokens=random_.choice((64, 128, 1 << 20)),
+    )
+
+
+def run_schedule(seed: int, mode: ModeName | None = None) -> ChaosWorld:
+    """Run one schedule to its end; raises `BrokenPromiseError` if a promise is broken on the way."""
+    random_ = random.Random(seed)
+    config = draw_config(random_, mode)
+    world = ChaosWorld(config, draw_plan(random_, config), lambda below: int(random_.random() * below))
+    world.run()
+    return world

@@ -1,0 +1,167 @@
+"""Single decisions of the orchestrator that the random schedules would only meet by chance."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from dora_rl.control.config import ControlConfig
+from dora_rl.control.orchestrator import Orchestrator
+from dora_rl.control.placement import Facts, VersionFacts, deadline, proportional
+from dora_rl.control.predict import LengthPredictor
+from dora_rl.core import commands as c
+from dora_rl.core import events as e
+from dora_rl.core.errors import ConfigError, IntegrityError
+from dora_rl.core.nouns import SECOND, DecodeCost, InstanceSpec, Prompt, SlotId
+from dora_rl.sim.chaos import fingerprint
+from tests.schedules import run_schedule
+
+CONFIG = ControlConfig(groups_per_step=2, group_size=2, max_response_tokens=64, max_staleness=1)
+
+
+def started(config: ControlConfig = CONFIG) -> Orchestrator:
+    """An orchestrator with one instance that serves version 0 and has begun two groups."""
+    orchestrator = Orchestrator(config)
+    spec = InstanceSpec(instance="a", max_requests=4, kv_tokens=10_000)
+    prompts = tuple(Prompt(key=str(number), tokens=8) for number in range(8))
+    for event in (
+        e.InstanceJoined(spec=spec),
+        e.PromptsArrived(prompts=prompts),
+        e.TrainerReady(version=0),
+        e.Published(version=0, attempt=1, fingerprint=fingerprint(0)),
+        e.SlotLoaded(slot=SlotId("a", 0), version=0, fingerprint=fingerprint(0)),
+    ):
+        orchestrator.step(event, 0)
+    return orchestrator
+
+
+def generated(trajectory: int, version: int = 0, served: str | None = None) -> e.Generated:
+    return e.Generated(
+        trajectory=trajectory,
+        attempt=0,
+        instance="a",
+        version=version,
+        fingerprint=served or fingerprint(version),
+        tokens=10,
+        kv_tokens=0,
+    )
+
+
+def test_a_trajectory_from_other_weights_stops_the_run() -> None:
+    with pytest.raises(IntegrityError, match="trajectory 1"):
+        started().step(generated(1, version=3), 1)
+    with pytest.raises(IntegrityError, match="fingerprint"):
+        started().step(generated(1, served="something else"), 1)
+
+
+def test_a_slot_that_serves_other_weights_stops_the_run() -> None:
+    orchestrator = started()
+    orchestrator.step(e.InstanceJoined(spec=InstanceSpec(instance="b", max_requests=4, kv_tokens=10_000)), 1)
+    with pytest.raises(IntegrityError, match="published was"):
+        orchestrator.step(e.SlotLoaded(slot=SlotId("b", 0), version=0, fingerprint="old weights"), 2)
+
+
+def test_a_trainer_that_comes_back_from_nowhere_is_refused() -> None:
+    orchestrator = started()
+    orchestrator.step(e.TrainerLost(), 1)
+    with pytest.raises(IntegrityError, match="version 7"):
+        orchestrator.step(e.TrainerReady(version=7), 2)
+
+
+def test_what_does_not_fit_an_instance_is_refused_when_it_joins() -> None:
+    with pytest.raises(ConfigError, match="group_size"):
+        Orchestrator(CONFIG).step(
+            e.InstanceJoined(spec=InstanceSpec(instance="a", max_requests=1, kv_tokens=10_000)), 0
+        )
+    with pytest.raises(ConfigError, match="max_response_tokens"):
+        Orchestrator(CONFIG).step(e.InstanceJoined(spec=InstanceSpec(instance="a", max_requests=4, kv_tokens=10)), 0)
+
+
+def test_when_nothing_moves_the_watchdog_says_who_waits_for_what() -> None:
+    orchestrator = started(
+        CONFIG.model_copy(update={"deadlines": CONFIG.deadlines.model_copy(update={"heartbeat": 1e6})})
+    )
+    said = [
+        command
+        for minute in range(1, 60)
+        for command in orchestrator.step(e.Tick(), minute * 60 * SECOND)
+        if isinstance(command, c.Stalled)
+    ]
+    assert any("version 0: 2 groups unfinished" in wait for wait in said[0].waits)
+
+
+def test_a_silent_instance_is_given_up_and_its_requests_go_on_elsewhere() -> None:
+    orchestrator = started()
+    commands = orchestrator.step(e.Tick(), 61 * SECOND)
+    assert any(isinstance(command, c.EvictInstance) for command in commands)
+    spec = InstanceSpec(instance="b", max_requests=4, kv_tokens=10_000)
+    loads = [x for x in orchestrator.step(e.InstanceJoined(spec=spec), 62 * SECOND) if isinstance(x, c.LoadVersion)]
+    assert [load.version for load in loads] == [0]
+    loaded = e.SlotLoaded(slot=SlotId("b", 0), version=0, fingerprint=fingerprint(0))
+    resumed = [x for x in orchestrator.step(loaded, 63 * SECOND) if isinstance(x, c.Resume)]
+    assert sorted(resume.trajectory for resume in resumed) == [0, 1, 2, 3]
+    assert {resume.attempt for resume in resumed} == {1}
+
+
+def test_the_same_events_give_the_same_commands() -> None:
+    """A recorded run replays through a fresh orchestrator, command for command."""
+    world = run_schedule(3)
+    assert len(world.log) > 50
+    fresh = Orchestrator(world.config)
+    for event, now, commands in world.log:
+        assert fresh.step(event, now) == commands
+
+
+def facts(*old: VersionFacts, admissible: int = 100, slots: int = 10) -> Facts:
+    return Facts(
+        newest=9,
+        old=old,
+        newest_requests=50 + admissible,
+        admissible=admissible,
+        slots=slots,
+        max_requests=10,
+        kv_tokens=1000,
+        decode=DecodeCost(base=0.01, per_request=0.01),
+        overhead_seconds=1.0,
+    )
+
+
+def version(number: int, requests: int, seconds_left: float = 1e9, longest: int = 100) -> VersionFacts:
+    return VersionFacts(
+        version=number, requests=requests, kv_tokens=requests, slots=3, longest=longest, seconds_left=seconds_left
+    )
+
+
+def test_deadline_keeps_the_fewest_slots_that_hold_a_version() -> None:
+    assert deadline(facts(version(7, 11), version(8, 30))) == {7: 2, 8: 3}
+
+
+def test_deadline_spreads_a_version_that_would_be_late() -> None:
+    relaxed = deadline(facts(version(7, 10)))
+    pressed = deadline(facts(version(7, 10, seconds_left=6.0)))
+    assert relaxed == {7: 1}
+    assert pressed[7] > 1
+
+
+def test_deadline_gives_spare_slots_to_the_oldest_while_admission_is_closed() -> None:
+    closed = deadline(facts(version(7, 8, longest=10_000), admissible=0))
+    assert closed[7] > 1
+
+
+def test_proportional_gives_every_version_at_least_one_slot() -> None:
+    targets = proportional(facts(version(7, 1), version(8, 30)))
+    assert targets[7] == 1
+    assert 1 <= targets[8] < 10
+
+
+def test_remaining_length_is_learnt_from_what_was_seen() -> None:
+    lengths = LengthPredictor(longest=10_000)
+    random_ = random.Random(0)
+    seen = [int(random_.lognormvariate(5, 1)) + 1 for _ in range(5000)]
+    for tokens in seen:
+        lengths.observe(tokens)
+    beyond = sorted(tokens - 200 for tokens in seen if tokens > 218)
+    assert lengths.remaining(200, 0.5) == pytest.approx(beyond[len(beyond) // 2], rel=0.25)
+    assert lengths.remaining(9_999, 0.5) == 1
+    assert lengths.survival(200) == pytest.approx(sum(t > 200 for t in seen) / len(seen), abs=0.05)

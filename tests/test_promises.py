@@ -1,0 +1,137 @@
+"""The promises, under thousands of schedules with faults at any point.
+
+`ChaosWorld` breaks whatever may break, `Witness` raises on the first promise that does not hold: single version (C1),
+exactly once (C2), staleness (C3), work conserving, no stall, everything accounted for at idle.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from dora_rl.control.config import ControlConfig, ModeName
+from dora_rl.sim.chaos import ChaosPlan, ChaosWorld
+from tests.schedules import DEADLINES, run_schedule
+
+BLOCKS = 32
+PER_BLOCK = 100
+
+
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_promises_hold_under_random_faults(block: int) -> None:
+    for seed in range(block * PER_BLOCK, (block + 1) * PER_BLOCK):
+        run_schedule(seed)
+
+
+def test_schedules_reach_every_kind_of_fault_and_decision() -> None:
+    """A test that can't fail proves nothing: the schedules must really move, resume, replay and fail things."""
+    worlds = [run_schedule(seed) for seed in range(300)]
+    faults = set().union(*(world.faults for world in worlds))
+    assert len(faults) >= 14
+    assert sum(world.witness.moves for world in worlds) > 100
+    assert sum(world.witness.resumed for world in worlds) > 100
+    assert sum(len(world.witness.failed) for world in worlds) > 10
+    assert max(lag for world in worlds for lag in world.witness.staleness) >= 3
+
+
+class Schedules(RuleBasedStateMachine):
+    """The same world, with hypothesis choosing what happens next and shrinking what goes wrong."""
+
+    world: ChaosWorld
+
+    @initialize(
+        mode=st.sampled_from(["dora", "dora", "dora", "sync", "one_step_off", "partial"]),
+        staleness=st.integers(0, 3),
+        batch=st.integers(1, 3),
+        size=st.integers(1, 2),
+        instances=st.integers(1, 4),
+        slots=st.integers(1, 2),
+        prompts=st.integers(1, 16),
+        placement=st.sampled_from(["deadline", "proportional"]),
+        shares=st.booleans(),
+        choices=st.randoms(use_true_random=False),
+    )
+    def start(self, mode, staleness, batch, size, instances, slots, prompts, placement, shares, choices) -> None:  # type: ignore[no-untyped-def]
+        config = ControlConfig(
+            mode=mode,
+            max_staleness=staleness,
+            groups_per_step=batch,
+            group_size=size,
+            max_response_tokens=64,
+            placement=placement,
+            rebalance_seconds=5,
+            deadlines=DEADLINES,
+        )
+        plan = ChaosPlan(
+            instances=instances,
+            slots=slots,
+            max_requests=2 * size,
+            prompts=prompts,
+            faults=8,
+            shares_trainer=shares,
+            tools=True,
+        )
+        self.world = ChaosWorld(config, plan, lambda below: choices.randrange(below) if below > 1 else 0)
+
+    @property
+    def unfinished(self) -> bool:
+        return hasattr(self, "world") and not self.world.orchestrator.finished
+
+    @rule(times=st.integers(1, 12))
+    def something_happens(self, times: int) -> None:
+        for _ in range(times):
+            self.world.act(faults=False)
+
+    @precondition(lambda self: self.unfinished)
+    @rule()
+    def time_passes(self) -> None:
+        self.world.jump()
+
+    @precondition(lambda self: self.unfinished and self.world.faults_left > 0)
+    @rule(kind=st.sampled_from(sorted(ChaosWorld.FAULTS)))
+    def something_breaks(self, kind: str) -> None:
+        self.world.inject(kind)
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.run()
+
+
+TestSchedules = Schedules.TestCase
+TestSchedules.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+def test_same_schedule_gives_the_same_run() -> None:
+    first, second = run_schedule(7), run_schedule(7)
+    assert first.witness.batches == second.witness.batches
+    assert first.events == second.events
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_staleness_zero_gives_the_very_batches_of_sync(seed: int) -> None:
+    """Without faults that change the data, K = 0 trains step for step what `sync` trains."""
+    batches = []
+    modes: tuple[ModeName, ...] = ("sync", "dora")
+    for mode in modes:
+        config = ControlConfig(
+            mode=mode,
+            max_staleness=0,
+            groups_per_step=3,
+            group_size=2,
+            max_response_tokens=64,
+            deadlines=DEADLINES,
+        )
+        plan = ChaosPlan(instances=1 + seed % 4, slots=1 + seed % 2, max_requests=4, prompts=17, faults=0)
+        random_ = random.Random(f"{mode}{seed}")
+        world = ChaosWorld(config, plan, lambda below, random_=random_: int(random_.random() * below))  # type: ignore[misc]
+        world.run()
+        batches.append(
+            {step: [world.witness.admitted[g] for g in groups] for step, groups in world.witness.batches.items()}
+        )
+    assert batches[0] == batches[1]

@@ -1,0 +1,172 @@
+"""The simulator: deterministic, true to its cost model, and driving the promises' own orchestrator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dora_rl.control.orchestrator import Orchestrator
+from dora_rl.sim.bound import lower_bound
+from dora_rl.sim.config import Workload
+from dora_rl.sim.costs import Costs
+from dora_rl.sim.plan import plan
+from dora_rl.sim.presets import PRESETS, preset
+from dora_rl.sim.run import MODES, control_for, parse_variant, simulate
+from dora_rl.sim.witness import Witness
+from dora_rl.sim.workload import Source
+from dora_rl.sim.world import SimWorld
+
+SMALL = ["steps=4", "warmup_steps=3"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_seed_gives_one_result(mode: str) -> None:
+    results = [simulate(preset("laptop", SMALL), parse_variant(mode)) for _ in range(2)]
+    assert results[0] == results[1]
+    other = simulate(preset("laptop", [*SMALL, "seed=1"]), parse_variant(mode))
+    assert other.step_seconds != results[0].step_seconds
+
+
+@pytest.mark.parametrize("text", [*MODES, "dora:proportional", "dora:elastic", "dora:k0", "dora:k7"])
+@pytest.mark.parametrize("turns", [1, 3])
+def test_the_promises_hold_in_simulation(text: str, turns: int) -> None:
+    settings = [
+        "steps=5",
+        "warmup_steps=1",
+        f"workload.turns={turns}",
+        "workload.tool_seconds=0.2",
+        "workload.reward_seconds=0.05",
+    ]
+    config = preset("laptop", settings)
+    variant = parse_variant(text)
+    control = control_for(config, variant)
+    world = SimWorld(config.model_copy(update={"control": control}), "elastic" if variant.elastic else "disaggregated")
+    orchestrator, witness = Orchestrator(control), Witness(control)
+    while (arrived := world.next_event(orchestrator.wake_at())) is not None:
+        event, now = arrived
+        commands = orchestrator.step(event, now)
+        witness.observe(event, commands)
+        witness.check_conserving(orchestrator.snapshot())
+        world.carry_out(commands)
+    assert len(witness.batches) >= 6
+
+
+def test_staleness_zero_trains_the_batches_of_sync() -> None:
+    batches = []
+    for text in ("sync", "dora:k0"):
+        config = preset("laptop", SMALL)
+        control = control_for(config, parse_variant(text))
+        world = SimWorld(config.model_copy(update={"control": control}), "disaggregated")
+        orchestrator, witness = Orchestrator(control), Witness(control)
+        while (arrived := world.next_event(orchestrator.wake_at())) is not None:
+            commands = orchestrator.step(*arrived)
+            witness.observe(arrived[0], commands)
+            world.carry_out(commands)
+        batches.append(witness.batches)
+    assert batches[0] == batches[1]
+
+
+@pytest.mark.parametrize("mode", ["sync", "dora", "dora:elastic", "partial"])
+def test_nothing_beats_the_lower_bound(mode: str) -> None:
+    assert simulate(preset("laptop", ["steps=12"]), parse_variant(mode)).over_lower_bound > 0.98
+
+
+def test_a_lone_request_takes_the_time_of_the_cost_model() -> None:
+    """One trajectory of n tokens alone on an instance: n steps of base, plus the KV that grows under it."""
+    settings = [
+        "control.groups_per_step=1",
+        "control.group_size=1",
+        "steps=1",
+        "warmup_steps=0",
+        "devices=2",
+        "trainer_devices=1",
+        "workload.sigma=0.0",
+        "workload.mean_tokens=100",
+        "rollout.load_overhead=0.0",
+    ]
+    config = preset("laptop", settings)
+    costs = Costs(config)
+    n, prompt = 100, config.workload.prompt_tokens
+    decode = n * costs.step_base(1) + costs.per_token * (n * prompt + n * n / 2)
+    trained = costs.train(n + prompt, 1) + config.trainer.fixed_seconds + config.trainer.publish_seconds
+    expected = decode + costs.prefill(prompt) + costs.load() + trained
+    result = simulate(config, parse_variant("dora:k0"))
+    assert result.step_seconds == pytest.approx(expected, rel=1e-6)
+
+
+def test_lock_step_ranks_go_at_the_pace_of_the_fullest() -> None:
+    config = preset("longcat-4096")
+    costs = Costs(config)
+    assert costs.ranks == 32
+    # A token of context on one rank costs 32 times what it would if it were shared out.
+    assert costs.decode().per_token * 32 == pytest.approx(costs.per_token)
+    # Fewer tokens hit fewer experts, so small batches read less.
+    assert costs.step_base(1) < costs.step_base(512)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_possible(name: str) -> None:
+    config = preset(name)
+    assert Costs(config).kv_tokens > config.control.max_response_tokens
+    bound = lower_bound(config, "disaggregated", staleness=3, tokens=1e6, longest=1e4)
+    assert bound.seconds > 0
+
+
+def test_lengths_have_the_mean_and_tail_that_were_asked_for() -> None:
+    workload = Workload(mean_tokens=2400.0, sigma=1.0, group_correlation=0.5)
+    lengths = Source(workload, 16, 30_000, seed=0).sample(2048)
+    assert lengths.mean() == pytest.approx(2400, rel=0.05)
+    assert lengths.max() <= 30_000
+    assert np.percentile(lengths, 99) / np.median(lengths) > 8
+    logs = np.log(lengths)
+    assert logs.mean(axis=1).var() / logs.var() == pytest.approx(0.5, abs=0.08)
+
+
+def test_a_trace_keeps_siblings_together(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    rows = [
+        f'{{"response_tokens": {100 * g + s}, "prompt_tokens": {g}, "group": {g}}}'
+        for g in range(1, 5)
+        for s in range(4)
+    ]
+    trace.write_text("\n".join(rows) + "\n")
+    source = Source(Workload(trace=trace), 4, 1000, seed=0)
+    for prompt in range(8):
+        group = source.prompt_tokens(prompt)
+        siblings = sorted(source.response_tokens(prompt, sibling) for sibling in range(4))
+        assert siblings == [100 * group + s for s in range(4)]
+
+
+def test_more_staleness_is_not_slower() -> None:
+    times = [simulate(preset("laptop", ["steps=16"]), parse_variant(f"dora:k{k}")).tokens_per_second for k in (0, 1, 4)]
+    assert times[0] < times[1] <= times[2] * 1.02
+
+
+def test_plan_leaves_out_only_what_cannot_win(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("\n".join(f'{{"response_tokens": {20 + 7 * i % 200}}}' for i in range(200)))
+    config = preset("laptop", ["steps=3", "warmup_steps=2", f"workload.trace={trace}"])
+    ranking, skipped = plan(config, most=40)
+    assert skipped > 0
+    best = ranking[0]
+    assert best.step_seconds == min(planned.step_seconds for planned in ranking)
+    assert best.candidate.bound.seconds <= best.step_seconds * 1.02
+
+
+def test_elastic_roles_use_the_trainers_devices() -> None:
+    result = simulate(preset("laptop", ["steps=8"]), parse_variant("dora:elastic"))
+    assert result.labels["train"] > 0.05
+
+
+def test_swapped_requests_come_back() -> None:
+    """With little KV room requests swap to host memory, and all are trained in the end."""
+    result = simulate(
+        preset(
+            "laptop", [*SMALL, "hardware.memory_bytes=4e7", "control.kv_headroom=0.0", "control.kv_reserve_tokens=0"]
+        ),
+        parse_variant("dora"),
+    )
+    assert result.swaps > 0
+    assert result.steps == 4
