@@ -69,6 +69,20 @@ def test_a_trainer_that_comes_back_from_nowhere_is_refused() -> None:
         orchestrator.step(e.TrainerReady(version=7), 2)
 
 
+def test_a_former_trainers_report_is_not_taken_for_the_new_ones() -> None:
+    orchestrator = started()
+    for trajectory in range(4):
+        orchestrator.step(generated(trajectory), 1)
+        orchestrator.step(e.Scored(trajectory=trajectory, reward=1.0), 1)
+    orchestrator.step(e.TrainerLost(), 2)
+    again = orchestrator.step(e.TrainerReady(version=0), 3)
+    assert any(isinstance(command, c.Apply) and command.attempt == 2 for command in again)
+    late = orchestrator.step(e.Trained(step=0, attempt=1), 4)
+    assert not any(isinstance(command, c.Publish) for command in late)
+    own = orchestrator.step(e.Trained(step=0, attempt=2), 5)
+    assert any(isinstance(command, c.Publish) and command.version == 1 for command in own)
+
+
 def test_what_does_not_fit_an_instance_is_refused_when_it_joins() -> None:
     with pytest.raises(ConfigError, match="group_size"):
         Orchestrator(CONFIG).step(
@@ -102,6 +116,37 @@ def test_a_silent_instance_is_given_up_and_its_requests_go_on_elsewhere() -> Non
     resumed = [x for x in orchestrator.step(loaded, 63 * SECOND) if isinstance(x, c.Resume)]
     assert sorted(resume.trajectory for resume in resumed) == [0, 1, 2, 3]
     assert {resume.attempt for resume in resumed} == {1}
+
+
+def test_a_version_that_lost_its_only_slot_takes_over_one_of_the_newest() -> None:
+    """Its requests must not wait until the newest version happens to drain."""
+    config = ControlConfig(groups_per_step=1, group_size=1, max_response_tokens=64, max_staleness=8)
+    orchestrator = Orchestrator(config)
+    prompts = tuple(Prompt(key=str(number), tokens=8) for number in range(20))
+    commands: list[c.Command] = []
+
+    def tell(*events: e.Event) -> None:
+        for event in events:
+            commands.extend(orchestrator.step(event, 0))
+
+    def join(name: str) -> e.Event:
+        return e.InstanceJoined(spec=InstanceSpec(instance=name, max_requests=4, kv_tokens=10_000))
+
+    def loaded(name: str, version: int) -> e.Event:
+        return e.SlotLoaded(slot=SlotId(name, 0), version=version, fingerprint=fingerprint(version))
+
+    tell(join("a"), e.PromptsArrived(prompts=prompts), e.TrainerReady(version=0))
+    tell(e.Published(version=0, attempt=1, fingerprint=fingerprint(0)), loaded("a", 0))
+    tell(generated(0), e.Scored(trajectory=0, reward=1.0), e.Trained(step=0, attempt=1))
+    tell(e.Published(version=1, attempt=1, fingerprint=fingerprint(1)), join("b"), loaded("b", 1))
+    commands.clear()
+    tell(e.InstanceLost(instance="a"))
+    slots = {view.slot.instance: view for view in orchestrator.snapshot().slots}
+    assert orchestrator.snapshot().waiting
+    assert slots["b"].requests
+    assert slots["b"].leaving
+    tell(e.Tick())
+    assert not any(isinstance(command, c.StartGroup) for command in commands)
 
 
 def test_the_same_events_give_the_same_commands() -> None:

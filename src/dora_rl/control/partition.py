@@ -130,7 +130,7 @@ class Partition:
         return True
 
     def fill(self, slot: Slot) -> None:
-        """Give an empty slot the version that needs it most."""
+        """Give the slot, if it is empty, the version that needs it most."""
         if slot.loading is not None or slot.instance.paused or not slot.empty:
             return
         if slot.leaving:

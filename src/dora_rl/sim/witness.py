@@ -47,7 +47,10 @@ class Witness:
         self.resumed = 0
         self._ended: set[TrajectoryId] = set()
         self._scored: Counter[TrajectoryId] = Counter()
+        self._attempts: dict[TrajectoryId, int] = {}
         self._newest: Version | None = None
+        self._applied = 0
+        """Attempt with which a step was last closed."""
         self._asked: tuple[Version, int] | None = None
         """Version and attempt that the trainer was last asked to publish."""
         self._published: set[Version] = set()
@@ -67,6 +70,13 @@ class Witness:
         elif isinstance(event, e.TrainerLost):
             self._asked = None
         for command in commands:
+            if isinstance(event, e.Generated) and isinstance(command, c.Score):
+                latest = self._attempts.get(event.trajectory, 0)
+                demand(
+                    event.attempt == latest, f"C2: trajectory {event.trajectory} ends with a former attempt's report"
+                )
+            if isinstance(event, e.Trained) and isinstance(command, c.Publish):
+                demand(event.attempt == self._applied, f"C2: step {event.step} ends with a former trainer's report")
             self._check(command)
 
     def _note_published(self, event: e.Published) -> None:
@@ -82,6 +92,7 @@ class Witness:
                 self._check_start(command)
             case c.Resume():
                 self.resumed += 1
+                self._attempts[command.trajectory] = command.attempt
                 self._check_version_usable(command.version)
                 self._check_single(command.trajectory, command.version)
             case c.Move():
@@ -99,6 +110,7 @@ class Witness:
                 self._scored[command.trajectory] += 1
                 demand(self._scored[command.trajectory] == 1, f"trajectory {command.trajectory} is scored twice")
             case c.Apply():
+                self._applied = command.attempt
                 self._check_batch(command)
             case c.Publish():
                 self._asked = (command.version, command.attempt)
@@ -172,6 +184,8 @@ class Witness:
     def check_conserving(self, snapshot: Snapshot) -> None:
         """No slot idles while there is work that it may take, and every idle slot knows why."""
         for slot in snapshot.slots:
+            held = {slot.version, slot.loading} & self.retired
+            demand(not held, f"{slot.slot} holds version {held}, which is retired")
             if slot.requests or slot.incoming or slot.loading is not None or slot.paused:
                 continue
             demand(slot.idle is not None, f"{slot.slot} idles without a cause")
