@@ -3,7 +3,9 @@
 Free parameters, and what fixes them:
 - `trainer.utilisation` and `trainer.fixed_seconds`: the non-rollout part of the two synchronous rows (two equations);
 - `rollout.step_overhead`: the rollout part of the same rows (one parameter, least squares over two equations).
-Nothing else is fitted, and no other row is looked at.
+Nothing else is fitted, and no other row is looked at. What the paper does not say is set once in the presets: two devices
+an instance, lengths with a 99th percentile of ten times the median, half the devices training where roles are divided,
+one batch in flight beyond the one in training for `partial`.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ SYNC_ROLLOUT_SHARE = {64: 0.65, 128: 0.73}
 PUBLISHED = {
     ("one_step_off", 64): 22.94,
     ("one_step_off", 128): 14.0,
-    ("partial", 64): 17.38,
-    ("partial", 128): 13.95,
+    ("partial:k1", 64): 17.38,
+    ("partial:k1", 128): 13.95,
     ("dora:proportional", 64): 14.67,
     ("dora:proportional", 128): 10.46,
     ("dora", 64): 14.67,
@@ -81,13 +83,17 @@ def main() -> None:
     settings = calibrate()
     console.print("calibrated:", *settings, highlight=False)
     results: dict[tuple[str, int], Result] = {}
-    rows = ["sync", "one_step_off", "partial", "dora:proportional", "dora", "dora:elastic"]
+    rows = ["sync", "one_step_off", "partial:k1", "dora:proportional", "dora", "dora:elastic"]
     for size in SIZES:
         config = preset(f"paper-{size}", settings)
         for row in rows:
             console.print(f"  {row} on {size} devices", highlight=False)
             results[row, size] = simulate(config, parse_variant(row))
-    _print_table(results, rows)
+        bound = preset(f"paper-{size}", [*settings, f"trainer_devices={config.elastic_trainer_devices}"])
+        for row in ("dora:proportional", "dora"):
+            console.print(f"  {row} on {size} devices, rollout-bound split", highlight=False)
+            results[f"{row} (rollout-bound split)", size] = simulate(bound, parse_variant(row))
+    _print_table(results, [*rows, *(f"{row} (rollout-bound split)" for row in ("dora:proportional", "dora"))])
     publish("paper_table", _targets(results), _figures(settings, results))
 
 
@@ -118,15 +124,20 @@ def _print_table(results: dict[tuple[str, int], Result], rows: list[str]) -> Non
 
 def _targets(results: dict[tuple[str, int], Result]) -> list[Target]:
     targets = []
-    for mode in ("one_step_off", "partial"):
+    for mode in ("one_step_off", "partial:k1"):
         for size in SIZES:
             error = abs(_minutes(results[mode, size]) / PUBLISHED[mode, size] - 1)
             targets.append(at_most(f"{mode} on {size}: |error|", 0.15, error))
     for size in SIZES:
         dora = _minutes(results["dora", size])
         targets.append(at_most(f"dora on {size}: minutes", PUBLISHED["dora", size], dora))
-        proportional = _minutes(results["dora:proportional", size])
-        targets.append(at_least(f"proportional / deadline on {size}", 1.0, proportional / dora))
+        # Steps of different runs train different groups, so each is measured by the bound of its own batches.
+        for split in ("", " (rollout-bound split)"):
+            ratio = (
+                results[f"dora:proportional{split}", size].over_lower_bound
+                / results[f"dora{split}", size].over_lower_bound
+            )
+            targets.append(at_least(f"proportional / deadline on {size}{split}", 1.0, round(ratio, 2)))
         elastic = _minutes(results["dora:elastic", size])
         targets.append(at_most(f"dora:elastic on {size}: minutes", ELASTIC_TARGET[size], elastic))
     return targets

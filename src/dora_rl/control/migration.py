@@ -8,6 +8,7 @@ requests stay where they are unless moving them serves the purpose.
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -93,30 +94,31 @@ def _distribute(
     ]
 
 
-def spread(target: Slot, sources: Sequence[Slot], share: float) -> list[PlannedMove]:
-    """Moves that bring `target` an even part of its version's requests, the longest-running ones first."""
-    donors = [
-        slot for slot in sources if slot.instance is not target.instance and slot.loading is None and slot.requests
-    ]
-    if not donors:
-        return []
-    even = sum(len(slot.requests) for slot in donors) // (len(donors) + 1)
+def spread(target: Slot, donors: deque[Slot], even: int, share: float) -> list[PlannedMove]:
+    """Moves that bring `target` an even part of its version's requests, the longest-running ones first.
+
+    Donors that have no more than their even part leave the queue, so that a sequence of calls looks at each once.
+    """
     moves: list[PlannedMove] = []
     requests = tokens = 0
-    for donor in sorted(donors, key=lambda slot: -len(slot.requests)):
-        surplus = len(donor.requests) - even
+    while donors and requests < even:
+        donor = donors[0]
         leaving: list[TrajectoryState] = []
-        for trajectory in sorted(donor.requests.values(), key=lambda item: (-item.tokens, item.id)):
-            if surplus <= 0 or requests >= even:
-                break
-            counted = 0 if trajectory.parked else 1
-            fits = target.instance.has_room(requests + counted, tokens + trajectory.context, share)
-            if trajectory.stage is not Stage.RUNNING or not fits:
-                continue
-            leaving.append(trajectory)
-            requests += 1
-            tokens += trajectory.context
-            surplus -= 1
+        wanted = min(len(donor.requests) - even, even - requests)
+        usable = donor.serving == target.version and not donor.instance.lost and donor.instance is not target.instance
+        if usable and wanted > 0:
+            for trajectory in sorted(donor.requests.values(), key=lambda item: (-item.tokens, item.id)):
+                counted = 0 if trajectory.parked else 1
+                fits = target.instance.has_room(requests + counted, tokens + trajectory.context, share)
+                if trajectory.stage is not Stage.RUNNING or not fits:
+                    continue
+                leaving.append(trajectory)
+                requests += 1
+                tokens += trajectory.context
+                if len(leaving) == wanted:
+                    break
         if leaving:
             moves.append(PlannedMove(source=donor, target=target, trajectories=tuple(leaving)))
+        if requests < even:
+            donors.popleft()
     return moves

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import deque
 from collections.abc import Iterable
 
 from dora_rl.control.context import Context
@@ -52,6 +53,8 @@ class Partition:
         self._loading_since: dict[SlotId, Nanoseconds] = {}
         self._load_seconds = 0.0
         self._rollout_version: Version | None = None
+        self._donors: dict[Version, deque[Slot]] = {}
+        """Slots of versions that get more of them, the fullest first, as of the last rebalancing."""
         self._stranded: dict[Version, list[TrajectoryState]] = {}
         """Requests on paused instances, by version."""
         self._live: list[Version] = []
@@ -87,9 +90,15 @@ class Partition:
         if context.mode.mixes_versions:
             self._update_in_flight(slot)
         elif event.version != self._rollout_version and event.version not in self._rollout.waiting:
-            sources = list(context.fleet.of(event.version).values())
-            self._rollout.move(spread(slot, sources, context.config.pack_limit))
+            self._spread_to(slot, event.version)
         return True
+
+    def _spread_to(self, slot: Slot, version: Version) -> None:
+        """Bring an old version's requests to a slot that it was just given."""
+        donors = self._donors.get(version)
+        if donors:
+            even = max(1, self._rollout.requests.get(version, 0) // len(self._context.fleet.of(version)))
+            self._rollout.move(spread(slot, donors, even, self._context.config.pack_limit))
 
     def load_failed(self, slot: Slot, version: Version) -> bool:
         """True if the instance has failed too often."""
@@ -194,11 +203,15 @@ class Partition:
             return
         self._targets = self._rule(self._facts())
         missing = 0
+        self._donors.clear()
         for version in sorted(self._targets):
             have = len(context.fleet.of(version))
             if have > self._targets[version]:
                 self._empty(version, have - self._targets[version])
-            missing += max(0, self._targets[version] - have)
+            elif have < self._targets[version]:
+                missing += self._targets[version] - have
+                slots = sorted(context.fleet.of(version).values(), key=lambda slot: -len(slot.requests))
+                self._donors[version] = deque(slots)
         if missing:
             idle = [slot for slot in self._slots() if slot.empty and slot.loading is None]
             for slot in idle:

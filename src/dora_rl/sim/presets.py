@@ -102,8 +102,8 @@ LAPTOP: dict[str, Any] = {
 
 PRESETS: dict[str, dict[str, Any]] = {
     "laptop": LAPTOP,
-    "paper-64": {**PAPER, "devices": 64},
-    "paper-128": {**PAPER, "devices": 128},
+    "paper-64": {**PAPER, "devices": 64, "elastic_trainer_devices": 38},
+    "paper-128": {**PAPER, "devices": 128, "elastic_trainer_devices": 80},
     "longcat-4096": LONGCAT_CLUSTER,
     "cluster-40960": {
         **LONGCAT_CLUSTER,
