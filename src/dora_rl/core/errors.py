@@ -22,5 +22,9 @@ class TraceError(UserError):
     """A trace can't be used; the message names the file and line."""
 
 
+class ModelError(UserError):
+    """A model or its weights can't be loaded; the message names what was asked for."""
+
+
 class IntegrityError(DoraError):
     """What was reported contradicts a promise: wrong version, wrong fingerprint, a batch trained out of order."""
