@@ -119,9 +119,7 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_close(
-    found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], tolerance: float = 1e-5
-) -> None:
+def assert_close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
     """Equal relative to the largest element of all gradients, tensor by tensor."""
     assert found.keys() == wanted.keys()
     scale = max(float(tensor.abs().max()) for tensor in wanted.values())

@@ -105,7 +105,9 @@ def test_gradients_of_every_loss_against_finite_differences(name: str, correctio
     advantages = torch.tensor([1.5, -0.7, 0.4, -1.2], dtype=torch.float64)
 
     def value(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
-        double = batch.__class__(**{n: getattr(batch, n) for n in batch.__slots__} | {"behaviour": batch.behaviour.double()})  # type: ignore[attr-defined]
+        double = batch.__class__(
+            **{n: getattr(batch, n) for n in batch.__slots__} | {"behaviour": batch.behaviour.double()}
+        )  # type: ignore[attr-defined]
         return micro_loss(
             config, PolicyOutput(logprobs, entropy), double, advantages, References(reference, anchor)
         ).total

@@ -87,3 +87,21 @@ def published(model: Any, adapted: Any | None) -> tuple[list[TensorSpec], Iterat
 def whole(tensor: Tensor) -> Tensor:
     """A sharded tensor gathered (by all processes together); any other as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def merged_state(model: Any, adapted: Any | None) -> Iterator[tuple[str, Tensor]]:
+    """Whole tensors of the policy under the names of the plain model; an adapter is added to what it adapts."""
+    if adapted is None:
+        yield from ((name, whole(tensor)) for name, tensor in trained_state(model, None).items())
+        return
+    state = {name: tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}
+    layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    for name, tensor in state.items():
+        layer = layers.get(name.removesuffix(".base_layer.weight")) if name.endswith(".base_layer.weight") else None
+        merged = whole(tensor)
+        if layer is not None:
+            (active,) = layer.lora_A
+            a, b = whole(layer.lora_A[active].weight.detach()), whole(layer.lora_B[active].weight.detach())
+            delta = (b @ a) * layer.scaling[active]
+            merged = merged + (delta.T if layer.fan_in_fan_out else delta)
+        yield name.replace(".base_layer.", "."), merged

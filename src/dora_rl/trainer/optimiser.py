@@ -43,7 +43,9 @@ class Optimiser:
     def __init__(self, module: nn.Module, config: OptimiserConfig) -> None:
         self.config = config
         self.updates = 0
-        self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        self.names = [name for name, _ in trainable]
+        self.parameters = [parameter for _, parameter in trainable]
         # With offload, AdamW sees copies in host memory; otherwise the parameters themselves.
         self._hosted = [_host_copy(parameter) for parameter in self.parameters] if config.offload else self.parameters
         matrices = [tensor for tensor in self._hosted if tensor.ndim > 1]
@@ -110,6 +112,31 @@ class Optimiser:
         self.updates = snapshot.updates
         self.refresh()
 
+    def moments(self) -> dict[str, Tensor]:
+        """AdamW's state as `moment.KIND.PARAMETER`, sharded like the parameters."""
+        named: dict[str, Tensor] = {}
+        for name, parameter, host in zip(self.names, self.parameters, self._hosted, strict=True):
+            for kind, value in self.adamw.state.get(host, {}).items():
+                named[f"moment.{kind}.{name}"] = _like(value, parameter)
+        return named
+
+    def allocate(self, names: set[str]) -> None:
+        """Zero moments for these parameters and none for the others, to be filled from a checkpoint."""
+        self.adamw.state.clear()
+        for name, host in zip(self.names, self._hosted, strict=True):
+            if name in names:
+                self.adamw.state[host] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=host.device),
+                    "exp_avg": torch.zeros_like(host),
+                    "exp_avg_sq": torch.zeros_like(host),
+                }
+
+    def take_moments(self, named: dict[str, Tensor]) -> None:
+        """Take the state over from the form of `moments`."""
+        for name, host in zip(self.names, self._hosted, strict=True):
+            for kind, value in self.adamw.state.get(host, {}).items():
+                _local(value).copy_(_local(named[f"moment.{kind}.{name}"]))
+
     def refresh(self) -> None:
         """Take over weights that were loaded into the module from elsewhere."""
         if self.config.offload:
@@ -130,6 +157,19 @@ def all_finite(gradients: Iterable[Tensor]) -> bool:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(value: Tensor, parameter: Tensor) -> Tensor:
+    """A part of the state of a sharded parameter, as a sharded tensor."""
+    if not isinstance(parameter, DTensor) or isinstance(value, DTensor) or value.ndim == 0:
+        return value
+    return DTensor.from_local(
+        value.to(parameter.device),
+        parameter.device_mesh,
+        parameter.placements,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def _host_copy(parameter: Tensor) -> nn.Parameter:
