@@ -40,9 +40,9 @@ def of_groups(groups: Sequence[Group], step: StepId) -> dict[str, float]:
     }
 
 
-def of_tokens(sums: dict[str, float], max_ratio: float) -> dict[str, float]:
+def of_tokens(sums: dict[str, float], max_ratio: float, denominator: int) -> dict[str, float]:
     """Means over trained tokens; a name is absent where nothing was measured."""
-    tokens = sums["tokens"]
+    tokens = sums.get("tokens")
     if not tokens:
         return {}
     named = {
@@ -55,6 +55,7 @@ def of_tokens(sums: dict[str, float], max_ratio: float) -> dict[str, float]:
     }
     metrics = {name: sums[key] / tokens for key, name in named.items() if key in sums}
     metrics["ratio/max"] = max_ratio
+    metrics["loss"] = sums["loss"] / denominator
     if sums.get("fresh_tokens"):
         # Only where rollout and trainer hold the same version does their difference come from the engines alone.
         metrics["mismatch_kl"] = sums["mismatch_kl"] / sums["fresh_tokens"]

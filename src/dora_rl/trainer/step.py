@@ -32,6 +32,8 @@ class OpenStep:
     no_signal: int = 0
     denominator: int = 0
     """Of the gradient sums accumulated since the last update."""
+    denominators: int = 0
+    """Of all updates of the step."""
     sums: dict[str, float] = field(default_factory=dict)
     max_ratio: float = 0.0
     expert_load: list[torch.Tensor] = field(default_factory=list)

@@ -215,6 +215,7 @@ class Trainer:
         if not torch.isfinite(torch.tensor(norm)):
             raise NonFiniteError("the gradient", opened.step, self._culprits(opened))
         self.optimiser.update(scale, norm)
+        opened.denominators += opened.denominator
         opened.denominator = 0
         return [norm]
 
@@ -265,7 +266,7 @@ class Trainer:
         advantages = torch.tensor(list(opened.advantages.values()), dtype=torch.float64)
         return {
             **metrics.of_groups(opened.groups, opened.step),
-            **metrics.of_tokens(dict(zip(keys, sums, strict=True)), max_ratio),
+            **metrics.of_tokens(dict(zip(keys, sums, strict=True)), max_ratio, opened.denominators),
             **metrics.of_experts(opened.expert_load),
             "advantage/mean": float(advantages.mean()),
             "advantage/max": float(advantages.max()),
