@@ -57,8 +57,8 @@ class _Head(torch.autograd.Function):
             logits = _logits(hidden[part].to(ctx.dtype), product, temperature, out)
             normaliser[part] = logits.logsumexp(-1)
             logprobs[part] = logits.gather(1, targets[part, None]).squeeze(1) - normaliser[part]
-            p = (logits - normaliser[part, None]).exp_()
-            entropy[part] = normaliser[part] - p.mul_(logits).sum(-1)
+            log_p = logits - normaliser[part, None]
+            entropy[part] = -log_p.exp().mul_(log_p).sum(-1)
         ctx.save_for_backward(hidden, weight, targets, normaliser, entropy)
         ctx.kept, ctx.temperature, ctx.chunk = kept, temperature, chunk
         return logprobs, entropy
