@@ -39,7 +39,9 @@ def advantages_of(name: str, groups: list[Group]) -> list[float]:
     for group in rewards:
         mean = sum(group) / len(group)
         for place, reward in enumerate(group):
-            if name == "dr_grpo":
+            if name == "supervised":
+                result.append(1.0)
+            elif name == "dr_grpo":
                 result.append(reward - mean)
             elif name == "rloo":
                 others = group[:place] + group[place + 1 :]
@@ -56,7 +58,8 @@ def advantages_of(name: str, groups: list[Group]) -> list[float]:
 
 BOUNDS = {
     "grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "rloo": (0.2, 0.2), "reinforce_pp": (0.2, 0.2),
-    "reinforce_pp_baseline": (0.2, 0.2), "gspo": (3e-4, 4e-4), "cispo": (1.0, 0.28), "longcat": (0.2, 0.28),
+    "supervised": (0, 0), "reinforce_pp_baseline": (0.2, 0.2),
+    "gspo": (3e-4, 4e-4), "cispo": (1.0, 0.28), "longcat": (0.2, 0.28),
 }  # fmt: skip
 
 
@@ -68,6 +71,9 @@ def trajectory_losses(name: str, logprobs: Tensor, behaviour: Tensor, advantage:
         ratios = torch.exp((logprobs - behaviour).sum() / len(logprobs)).repeat(len(logprobs))
     losses = []
     for ratio, logprob in zip(ratios, logprobs, strict=True):
+        if name == "supervised":
+            losses.append(-logprob)
+            continue
         if name == "cispo":
             losses.append(-min(max(float(ratio.detach()), 1 - low), 1 + high) * advantage * logprob)
             continue
@@ -89,7 +95,7 @@ AVERAGES: dict[str, Callable[[list[list[Tensor]], int], Tensor]] = {
 USUAL = {
     "grpo": "sequence_mean", "dr_grpo": "constant_length", "dapo": "token_mean", "rloo": "token_mean",
     "reinforce_pp": "token_mean", "reinforce_pp_baseline": "token_mean", "gspo": "sequence_mean",
-    "cispo": "token_mean", "longcat": "constant_length",
+    "supervised": "token_mean", "cispo": "token_mean", "longcat": "constant_length",
 }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import sys
 import typer
 from rich.console import Console
 
+from dora_rl.apps.sft import sft
 from dora_rl.core.errors import UserError
 
 app = typer.Typer(
@@ -29,6 +30,9 @@ def version() -> None:
     from dora_rl import __version__
 
     Console().print(__version__, highlight=False)
+
+
+app.command()(sft)
 
 
 def main() -> None:

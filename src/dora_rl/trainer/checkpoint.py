@@ -61,7 +61,10 @@ def save(
         _sweep(folder)
         staged.mkdir()
     trainer.world.barrier()
-    _save_policy(staged, trainer, tokenizer, writes)
+    save_policy(staged / "policy", trainer, tokenizer)
+    if writes and trainer.adapted is not None:
+        adapter_state = adapter.trained_state(trainer.model, trainer.adapted)
+        trainer.adapted.save_pretrained(staged / "adapter", state_dict=adapter_state)
     alone = trainer.world.size == 1
     with _quiet():
         dcp.save(_state(trainer), checkpoint_id=staged / "state", no_dist=alone)
@@ -120,18 +123,15 @@ def _state(trainer: Trainer) -> dict[str, Tensor]:
     }
 
 
-def _save_policy(staged: Path, trainer: Trainer, tokenizer: Any, writes: bool) -> None:
+def save_policy(path: Path, trainer: Trainer, tokenizer: Any) -> None:
     """The folder for users. Gathering takes all processes; one keeps the result and writes."""
     merged = adapter.merged_state(trainer.model, trainer.adapted)
-    if not writes:
+    if trainer.world.rank != 0:
         deque(merged, maxlen=0)
         return
-    trainer.model.save_pretrained(staged / "policy", state_dict=dict(merged))
+    trainer.model.save_pretrained(path, state_dict=dict(merged))
     if tokenizer is not None:
-        tokenizer.save_pretrained(staged / "policy")
-    if trainer.adapted is not None:
-        adapter_state = adapter.trained_state(trainer.model, trainer.adapted)
-        trainer.adapted.save_pretrained(staged / "adapter", state_dict=adapter_state)
+        tokenizer.save_pretrained(path)
 
 
 def _all(folder: Path) -> list[tuple[Version, int, Path]]:

@@ -16,7 +16,7 @@ class AlgorithmConfig(Config):
     """What is optimised. What is left out is the algorithm's own."""
 
     name: str = "grpo"
-    """One of: cispo, dapo, dr_grpo, grpo, gspo, longcat, reinforce_pp, reinforce_pp_baseline, rloo."""
+    """One of: cispo, dapo, dr_grpo, grpo, gspo, longcat, reinforce_pp, reinforce_pp_baseline, rloo, supervised."""
     aggregation: Aggregation | None = None
     """How token losses are averaged."""
     constant_length: int | None = Field(default=None, gt=0)

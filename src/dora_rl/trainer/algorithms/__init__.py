@@ -14,6 +14,7 @@ from dora_rl.trainer.algorithms.gspo import GSPO
 from dora_rl.trainer.algorithms.longcat import LONGCAT
 from dora_rl.trainer.algorithms.reinforce_pp import REINFORCE_PP, REINFORCE_PP_BASELINE
 from dora_rl.trainer.algorithms.rloo import RLOO
+from dora_rl.trainer.algorithms.supervised import SUPERVISED
 
 ALGORITHMS: dict[str, Algorithm] = {
     "cispo": CISPO,
@@ -25,6 +26,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "reinforce_pp": REINFORCE_PP,
     "reinforce_pp_baseline": REINFORCE_PP_BASELINE,
     "rloo": RLOO,
+    "supervised": SUPERVISED,
 }
 
 
