@@ -26,7 +26,7 @@ TEMPLATE = (
 
 def tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
     inner = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<end>"))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     made = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>", unk_token="<end>")
     made.chat_template = template
     return made

@@ -19,7 +19,7 @@ VOCABULARY = 61
 def llama(seed: int = 0, **changes: Any) -> Any:
     """A two-layer Llama with grouped heads."""
     torch.manual_seed(seed)
-    settings = {
+    settings: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -38,7 +38,7 @@ def llama(seed: int = 0, **changes: Any) -> Any:
 def moe(kind: str = "qwen3", seed: int = 0) -> Any:
     """A two-layer mixture of 6 experts, 2 for each token."""
     torch.manual_seed(seed)
-    common = {
+    common: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -51,7 +51,7 @@ def moe(kind: str = "qwen3", seed: int = 0) -> Any:
     }
     config: Any
     if kind == "qwen3":
-        config = Qwen3MoeConfig(**common, num_experts=6, moe_intermediate_size=24, head_dim=8, norm_topk_prob=True)
+        config = Qwen3MoeConfig(**common, num_experts=6, moe_intermediate_size=24, norm_topk_prob=True)
     else:
         config = MixtralConfig(**common, num_local_experts=6)
     return AutoModelForCausalLM.from_config(config).eval()

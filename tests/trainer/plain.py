@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -87,11 +86,16 @@ def trajectory_losses(name: str, logprobs: Tensor, behaviour: Tensor, advantage:
     return losses
 
 
-AVERAGES: dict[str, Callable[[list[list[Tensor]], int], Tensor]] = {
-    "token_mean": lambda rows, _: sum(sum(row) for row in rows) / sum(len(row) for row in rows),  # type: ignore[return-value,arg-type]
-    "sequence_mean": lambda rows, _: sum(sum(row) / len(row) for row in rows) / len(rows),  # type: ignore[return-value,arg-type]
-    "constant_length": lambda rows, length: sum(sum(row) for row in rows) / (len(rows) * length),  # type: ignore[return-value,arg-type]
-}
+def average(kind: str, rows: list[list[Tensor]], length: int) -> Tensor:
+    """Of the token losses of all trajectories."""
+    tokens = torch.stack([loss for row in rows for loss in row])
+    if kind == "token_mean":
+        return tokens.mean()
+    if kind == "sequence_mean":
+        return torch.stack([torch.stack(row).mean() for row in rows]).mean()
+    return tokens.sum() / (len(rows) * length)
+
+
 USUAL = {
     "grpo": "sequence_mean", "dr_grpo": "constant_length", "dapo": "token_mean", "rloo": "token_mean",
     "reinforce_pp": "token_mean", "reinforce_pp_baseline": "token_mean", "gspo": "sequence_mean",
@@ -108,4 +112,4 @@ def objective(name: str, model: Any, groups: list[Group], constant_length: int) 
         trained = torch.from_numpy(np.flatnonzero(trajectory.loss_mask))
         behaviour = torch.from_numpy(trajectory.behaviour_logprobs.copy())[trained]
         rows.append(trajectory_losses(name, logprobs[row, trained], behaviour, advantage))
-    return AVERAGES[USUAL[name]](rows, constant_length)
+    return average(USUAL[name], rows, constant_length)

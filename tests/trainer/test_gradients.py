@@ -107,7 +107,7 @@ def test_gradients_of_every_loss_against_finite_differences(name: str, correctio
     def value(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
         double = batch.__class__(
             **{n: getattr(batch, n) for n in batch.__slots__} | {"behaviour": batch.behaviour.double()}
-        )  # type: ignore[attr-defined]
+        )
         return micro_loss(
             config, PolicyOutput(logprobs, entropy), double, advantages, References(reference, anchor)
         ).total

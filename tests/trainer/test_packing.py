@@ -48,7 +48,7 @@ def test_rows_hold_the_trajectories_and_prompts_are_shared(count: int, size: int
 def exotic(kind: str) -> Any:
     """Models with windows shorter than the trajectories, soft caps, and odd heads."""
     torch.manual_seed(0)
-    common = {
+    common: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
         "intermediate_size": 48,

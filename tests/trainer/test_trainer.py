@@ -65,7 +65,7 @@ def poison(model: Any, token: int) -> None:
     """Make the gradient of every pass that holds this token NaN, and leave all losses as they are."""
 
     def hook(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = PoisonedBackward.apply(output) if (inputs[0] == token).any() else output  # type: ignore[no-untyped-call]
+        found: torch.Tensor = PoisonedBackward.apply(output) if (inputs[0] == token).any() else output
         return found
 
     model.get_input_embeddings().register_forward_hook(hook)
@@ -304,14 +304,15 @@ def test_mistakes_in_the_configuration_are_one_sentence(tree: dict[str, Any], me
 def test_a_bad_trajectory_cannot_be_written_down() -> None:
     good = groups(count=1)[0].trajectories[0]
     fields = {name: getattr(good, name) for name in good.__struct_fields__}
-    for changes, message in [
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"reward": float("nan")}, "its reward is nan"),
         ({"loss_mask": np.ones_like(good.loss_mask)}, "first token"),
         ({"loss_mask": np.zeros_like(good.loss_mask)}, "selects no token"),
         ({"behaviour_logprobs": good.behaviour_logprobs[:-1]}, "has the shape"),
         ({"behaviour_logprobs": np.full_like(good.behaviour_logprobs, np.nan)}, "no finite behaviour"),
         ({"behaviour_logprobs": np.full_like(good.behaviour_logprobs, 0.5)}, "no finite behaviour"),
-    ]:
+    ]
+    for changes, message in cases:
         with pytest.raises(TrajectoryError, match=message):
             Trajectory(**(fields | changes))
     other = Trajectory(**(fields | {"version": 5}))

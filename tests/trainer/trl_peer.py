@@ -47,7 +47,7 @@ def trl_trainer(model: Any, groups: list[Group], folder: Path, **settings: Any) 
     def reward(trajectory: list[str], **_: Any) -> list[float]:
         return [by_id[name].reward for name in trajectory]
 
-    class Timed(GRPOTrainer):  # type: ignore[misc]
+    class Timed(GRPOTrainer):
         """Counts the seconds that go into rollouts and rewards, which are not the update."""
 
         preparing = 0.0

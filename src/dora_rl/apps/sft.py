@@ -39,6 +39,8 @@ def sft(
         raise UserError("training needs torch: pip install 'dora-rl[torch]'")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"'{out}' is there already: name a new folder with --out")
+    import torch
+
     from dora_rl.models.loading import ModelConfig, load
     from dora_rl.trainer.sft import SftConfig, read_examples, train
 
@@ -52,8 +54,9 @@ def sft(
     }
     config: SftConfig = build(SftConfig, settings, source="sft")
     loaded = load(build(ModelConfig, {"path": model, "device": device}, source="sft"))
-    vocabulary = loaded.model.get_input_embeddings().weight.shape[0]
-    examples = read_examples(data, loaded.tokenizer, vocabulary, max_length)
+    vocabulary = loaded.model.get_input_embeddings().weight
+    assert isinstance(vocabulary, torch.Tensor)
+    examples = read_examples(data, loaded.tokenizer, len(vocabulary), max_length)
     begin = time.perf_counter()
     history: list[SftProgress] = []
     with Progress(

@@ -28,8 +28,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from dora_rl.core.errors import CheckpointError
 from dora_rl.core.nouns import Record, Version
@@ -67,7 +69,7 @@ def save(
         trainer.adapted.save_pretrained(staged / "adapter", state_dict=adapter_state)
     alone = trainer.world.size == 1
     with _quiet():
-        dcp.save(_state(trainer), checkpoint_id=staged / "state", no_dist=alone)
+        save_shards(_state(trainer), checkpoint_id=staged / "state", no_dist=alone)
     if writes:
         record = {"version": trainer.version, "updates": trainer.optimiser.updates, "position": dict(position or {})}
         (staged / "state.json").write_text(json.dumps(record, indent=1))
@@ -90,10 +92,10 @@ def restore(path: Path, trainer: Trainer) -> Restored:
     """Put a checkpoint's state into a trainer with the same model and settings, on any number of processes."""
     try:
         record = json.loads((path / "state.json").read_text())
-        stored = dcp.FileSystemReader(path / "state").read_metadata().state_dict_metadata
+        stored = FileSystemReader(path / "state").read_metadata().state_dict_metadata
     except (OSError, ValueError) as error:
         raise CheckpointError(f"'{path}' is not a checkpoint: {error}") from error
-    theirs = {name: tuple(kind.size) for name, kind in stored.items() if name.startswith("weights.")}
+    theirs = {name: tuple(getattr(kind, "size", ())) for name, kind in stored.items() if name.startswith("weights.")}
     ours = {name: tuple(tensor.shape) for name, tensor in _state(trainer).items() if name.startswith("weights.")}
     if theirs != ours:
         name = min(set(theirs.items()) ^ set(ours.items()))[0]
@@ -102,7 +104,7 @@ def restore(path: Path, trainer: Trainer) -> Restored:
     trainer.optimiser.allocate({name.split(".", 2)[2] for name in stored if name.startswith("moment.")})
     wanted = {name: value for name, value in _state(trainer).items() if name in stored}
     with _quiet():
-        dcp.load(wanted, checkpoint_id=path / "state", no_dist=trainer.world.size == 1)
+        load_shards(wanted, checkpoint_id=path / "state", no_dist=trainer.world.size == 1)
     trainer.optimiser.take_moments({name: value for name, value in wanted.items() if name.startswith("moment.")})
     random = wanted.get(f"random.{trainer.world.rank}")
     if random is not None:

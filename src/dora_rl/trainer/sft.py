@@ -81,7 +81,7 @@ def read_examples(path: Path, tokenizer: Any | None, vocabulary: int, max_length
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
-    examples = []
+    examples: list[Group] = []
     for number, line in enumerate(lines, 1):
         if line.strip():
             where = f"{path}, line {number}"
