@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from dora_rl.core.trajectory import Group, Trajectory
 from dora_rl.trainer.config import OptimiserConfig, TrainerConfig
 from dora_rl.trainer.optimiser import learning_rate
 from dora_rl.trainer.trainer import Trainer
+from dora_rl.weights.store import WeightStore
 from tests.trainer.making import gradients, groups, llama, plain_logprobs, trainer
 
 FAST = {"learning_rate": 1e-2}
@@ -153,12 +156,49 @@ def test_a_step_of_skipped_groups_makes_no_update_but_a_version() -> None:
     assert same(before, weights(model))
 
 
-def test_steps_out_of_order_are_refused() -> None:
+def test_steps_out_of_order_are_refused(tmp_path: Path) -> None:
     made = trainer(llama())
     with pytest.raises(IntegrityError, match="step 3 can't be trained: the trainer holds version 0"):
         made.accumulate(3, groups())
     with pytest.raises(IntegrityError, match="no groups"):
         made.apply(0)
+    with pytest.raises(IntegrityError, match="group 2 is of version 1, which step 0 can't know"):
+        made.accumulate(0, [*groups(count=2), *groups(count=1, first=2, version=1)])
+    made.accumulate(0, groups(count=2))
+    with pytest.raises(IntegrityError, match="group 1 is already in step 0"):
+        made.accumulate(0, groups(count=1, first=1))
+    with pytest.raises(IntegrityError, match="can't be published"):
+        made.publish(0, WeightStore(tmp_path, keep=1))
+
+
+@pytest.mark.parametrize("settings", [{}, {"lora": {"rank": 4}}], ids=["full", "lora"])
+def test_what_is_published_serves_the_policy_of_the_trainer(tmp_path: Path, settings: dict[str, Any]) -> None:
+    model = llama(tie_word_embeddings=True)
+    made = trainer(model, optimiser=FAST, **settings)
+    made.accumulate(0, groups())
+    made.apply(0)
+    store = WeightStore(tmp_path, keep=2)
+    fingerprint = made.publish(1, store)
+    served: Any = llama(tie_word_embeddings=True)
+    if settings:
+        served = peft.get_peft_model(served, made.adapted.peft_config["default"])
+    with store.lease(1) as lease:
+        assert lease.manifest.adapter == bool(settings)
+        tensors = lease.tensors()
+        if settings:
+            assert all("lora_" in name for name in tensors), "only the adapter is published"
+            peft.set_peft_model_state_dict(served, tensors)
+            lease.prove(peft.get_peft_model_state_dict(served))
+        else:
+            assert "lm_head.weight" not in tensors, "tied weights are published once"
+            served.load_state_dict(tensors, strict=False, assign=True)
+            served.tie_weights()
+            lease.prove({name: served.state_dict()[name] for name in tensors})
+    assert store.manifest(1).fingerprint == fingerprint
+    model.set_attn_implementation("sdpa")
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(served(ids).logits, model.eval()(ids).logits)
 
 
 def test_several_updates_are_several_updates() -> None:

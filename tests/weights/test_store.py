@@ -102,8 +102,17 @@ def test_retire_frees_and_unknown_versions_are_named(tmp_path: Path) -> None:
     store.retire(4)
     with pytest.raises(StoreError, match="version 4 is not in the store; there are: 5"):
         store.lease(4)
-    with pytest.raises(StoreError, match="version 5 is already published"):
-        publish(store, 5)
+
+
+def test_a_version_is_published_again_only_with_the_same_weights(tmp_path: Path) -> None:
+    store = WeightStore(tmp_path, keep=4)
+    first = publish(store, 5)
+    assert publish(store, 5) == first
+    other = {"norm": torch.zeros(3)}
+    with pytest.raises(FingerprintError, match="version 5 is already published with the fingerprint"):
+        store.publish(5, [spec("norm", other["norm"])], other.values())
+    assert store.manifest(5).fingerprint == first
+    assert {path.name for path in tmp_path.iterdir()} == {".lock", "leases", "v00000005.safetensors"}
 
 
 def _hold(folder: str, ready: Any) -> None:

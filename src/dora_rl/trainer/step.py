@@ -6,11 +6,13 @@ groups are kept until the step closes: several updates need them, and so does fi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dora_rl.core.errors import IntegrityError
 from dora_rl.core.nouns import GroupId, StepId, TrajectoryId
 from dora_rl.core.trajectory import Group
 from dora_rl.trainer.algorithms import find
@@ -42,6 +44,19 @@ class OpenStep:
     trained_tokens: int = 0
     attended: int = 0
     """(query, key) pairs."""
+
+    def take(self, groups: Sequence[Group]) -> None:
+        """Groups for this step: each once, none from a version that does not exist yet."""
+        known = {group.id for group in self.groups}
+        for group in groups:
+            if group.id in known:
+                raise IntegrityError(f"group {group.id} is already in step {self.step}")
+            if group.version > self.step:
+                raise IntegrityError(
+                    f"group {group.id} is of version {group.version}, which step {self.step} can't know"
+                )
+            known.add(group.id)
+        self.groups.extend(groups)
 
     def score(self, groups: list[Group], config: AlgorithmConfig) -> list[Group]:
         """Give groups their advantages; those to be trained. Groups without signal are counted, skipped or not."""

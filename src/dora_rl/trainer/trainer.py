@@ -75,7 +75,7 @@ class Trainer:
         """Take finished groups into the step; their gradients are computed now where the algorithm allows."""
         opened = self._opened(step)
         begin = time.perf_counter()
-        opened.groups.extend(groups)
+        opened.take(groups)
         if self.config.streams:
             with self._cleared_on_error():
                 self._gradients(opened, opened.score(list(groups), self.config.algorithm), {})

@@ -130,12 +130,14 @@ class WeightStore:
         if not write:
             deque(tensors, maxlen=0)
             return ""
-        if self.path(version).exists():
-            raise StoreError(f"version {version} is already published")
         staged = self._folder / f".staged-{uuid.uuid4().hex}"
         try:
             found = _write(staged, version, specs, tensors, adapter, self._durable)
-            staged.rename(self.path(version))
+            with self._locked():
+                if version in self.versions():
+                    self._same(version, found)  # a trainer that came back publishes its version again
+                else:
+                    staged.rename(self.path(version))
         finally:
             staged.unlink(missing_ok=True)
         if self._durable:
@@ -190,6 +192,14 @@ class WeightStore:
         import shutil
 
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _same(self, version: Version, found: Fingerprint) -> None:
+        there = self.manifest(version).fingerprint
+        if there != found:
+            raise FingerprintError(
+                f"version {version} is already published with the fingerprint {there[:16]}, "
+                f"and can't be replaced by {found[:16]}"
+            )
 
     def _holders(self, version: Version) -> int:
         alive = 0
