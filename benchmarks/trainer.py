@@ -1,11 +1,13 @@
 """The update of a step, ours against TRL's on the same batch, and the time from published to served.
 
-    python -m benchmarks.trainer [--repeats 3] [--models 3m,smollm2]
+    python -m benchmarks.trainer [--repeats 2] [--models 3m,smollm2]
 
-Each measurement is a process of its own, so that its peak memory is its own; ours and TRL's alternate. A process does
-one step to warm up and then measures one: all gradients and the optimiser's update, no generation, no rewards. TRL
-has its default micro-batch of 8 completions and no gradient checkpointing, like ours. Memory is the peak of the
-process above what it had before its first step, so that imports do not count for either side.
+Each measurement is a process of its own, so that its peak memory is its own; ours and TRL's alternate. What is
+measured is all gradients of a step and the optimiser's update; no generation, no rewards. TRL pads all completions of
+a step to the longest before it cuts them into micro-batches, so its micro-batch hardly changes its speed, and it gets
+the one that needs the least memory: one completion. Ours gets as many tokens as that one row has. Neither recomputes
+activations. Memory is the peak of the process above what it had before its first step, so that imports do not count
+for either side. One thread by default: on a shared machine two threads measure the neighbours.
 """
 
 from __future__ import annotations
@@ -31,9 +33,8 @@ import torch
 RESULTS = Path(__file__).parent / "results" / "trainer.json"
 GROUP, PROMPT = 8, 64
 # Completions, median and longest length. SmolLM2 gets fewer and shorter ones: TRL needs a minute for them as it is.
-BATCHES = {"3m": (64, 64, 1024), "smollm2": (16, 48, 512)}
-MICRO_BATCH_TOKENS = 2048
-TRL_MICRO_BATCH = 8
+BATCHES = {"3m": (64, 64, 1024), "smollm2": (8, 48, 512)}
+STEPS = {"3m": 2, "smollm2": 1}  # the last is measured; a step of SmolLM2 is long enough to need no warming up
 
 
 def make_model(name: str) -> Any:
@@ -124,10 +125,10 @@ def measure_ours(name: str, lengths: str) -> dict[str, float]:
     from dora_rl.trainer.config import TrainerConfig
     from dora_rl.trainer.trainer import Trainer
 
-    settings = {"micro_batch_tokens": MICRO_BATCH_TOKENS, "optimiser": {"learning_rate": 1e-6}}
+    settings = {"micro_batch_tokens": PROMPT + BATCHES[name][2], "optimiser": {"learning_rate": 1e-6}}
     trainer = Trainer(make_model(name), TrainerConfig.model_validate(settings))
     with PeakMemory() as memory:
-        for step in range(2):
+        for step in range(STEPS[name]):
             groups = make_groups(name, lengths, step)
             begin = time.perf_counter()
             trainer.accumulate(step, groups)
@@ -154,9 +155,9 @@ def measure_trl(name: str, lengths: str) -> dict[str, float]:
             groups,
             Path(folder),
             loss_type="grpo",
-            per_device_train_batch_size=TRL_MICRO_BATCH,
-            gradient_accumulation_steps=count // TRL_MICRO_BATCH,
-            max_steps=2,
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=count,
+            max_steps=STEPS[name],
             learning_rate=1e-6,
             max_completion_length=BATCHES[name][2],
         )
@@ -282,8 +283,9 @@ def compare(name: str, lengths: str, repeats: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--models", default="3m,smollm2")
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--measure", nargs=3, metavar=("WHAT", "MODEL", "LENGTHS"))
     arguments = parser.parse_args()
     if arguments.measure:
@@ -291,6 +293,7 @@ def main() -> None:
         print(json.dumps(MEASURES[what](name, lengths)))
         return
     models = arguments.models.split(",")
+    os.environ["OMP_NUM_THREADS"] = str(arguments.threads)  # for the processes that measure
     rows, targets = [], []
     for name in models:
         for lengths in ("long-tailed", "equal"):
@@ -302,7 +305,8 @@ def main() -> None:
                 targets.append(target(f"{name}: peak memory, share of TRL's", "<= 1", memory, memory <= 1))
     published = {name: run("publish", name, "") for name in models}
     RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps({"targets": targets, "updates": rows, "publish": published}, indent=1) + "\n")
+    found = {"targets": targets, "threads": arguments.threads, "updates": rows, "publish": published}
+    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
     show(rows, published, targets)
 
 

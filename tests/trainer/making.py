@@ -14,20 +14,23 @@ from dora_rl.trainer.config import TrainerConfig
 from dora_rl.trainer.trainer import Trainer
 
 VOCABULARY = 61
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+}
 
 
 def llama(seed: int = 0, **changes: Any) -> Any:
     """A two-layer Llama with grouped heads."""
     torch.manual_seed(seed)
     settings: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "initializer_range": 0.3,
+        **SMALL,
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
@@ -38,17 +41,7 @@ def llama(seed: int = 0, **changes: Any) -> Any:
 def moe(kind: str = "qwen3", seed: int = 0) -> Any:
     """A two-layer mixture of 6 experts, 2 for each token."""
     torch.manual_seed(seed)
-    common: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "initializer_range": 0.3,
-        "num_experts_per_tok": 2,
-    }
+    common: dict[str, Any] = SMALL | {"num_experts_per_tok": 2}
     config: Any
     if kind == "qwen3":
         config = Qwen3MoeConfig(**common, num_experts=6, moe_intermediate_size=24, norm_topk_prob=True)

@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from dora_rl.models import head
 from dora_rl.trainer.packing import pack, plan
 from dora_rl.trainer.policy import Policy
-from tests.trainer.making import VOCABULARY, groups, plain_logprobs
+from tests.trainer.making import SMALL, groups, plain_logprobs
 
 
 @settings(max_examples=50, deadline=None)
@@ -48,18 +48,7 @@ def test_rows_hold_the_trajectories_and_prompts_are_shared(count: int, size: int
 def exotic(kind: str) -> Any:
     """Models with windows shorter than the trajectories, soft caps, and odd heads."""
     torch.manual_seed(0)
-    common: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "initializer_range": 0.3,
-        "pad_token_id": 0,
-        "sliding_window": 8,
-    }
+    common: dict[str, Any] = SMALL | {"head_dim": 8, "pad_token_id": 0, "sliding_window": 8}
     config: Any = {
         "gemma2": lambda: Gemma2Config(**common, query_pre_attn_scalar=8, final_logit_softcapping=5.0),
         "gemma3": lambda: Gemma3TextConfig(**common, query_pre_attn_scalar=8),

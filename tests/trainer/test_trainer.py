@@ -180,7 +180,7 @@ def test_what_is_published_serves_the_policy_of_the_trainer(tmp_path: Path, sett
     store = WeightStore(tmp_path, keep=2)
     fingerprint = made.publish(1, store)
     served: Any = llama(tie_word_embeddings=True)
-    if settings:
+    if made.adapted is not None:
         served = peft.get_peft_model(served, made.adapted.peft_config["default"])
     with store.lease(1) as lease:
         assert lease.manifest.adapter == bool(settings)

@@ -13,7 +13,8 @@ import torch
 from safetensors import safe_open
 
 from dora_rl.core.errors import FingerprintError, StoreError
-from dora_rl.weights.fingerprint import fingerprint, spec
+from dora_rl.models.dtypes import spec
+from dora_rl.weights.fingerprint import fingerprint
 from dora_rl.weights.store import WeightStore
 
 

@@ -16,12 +16,11 @@ from torch.distributed.tensor import DTensor
 
 from dora_rl.core.errors import ConfigError
 from dora_rl.core.ports import TensorSpec
+from dora_rl.models.dtypes import spec
 from dora_rl.trainer.config import LoraConfig, TrainerConfig
 from dora_rl.trainer.packing import MicroBatch
 from dora_rl.trainer.policy import Policy
 from dora_rl.trainer.world import World, shard
-
-SPELLING = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 
 
 def adapt(model: Any, lora: LoraConfig | None) -> Any | None:
@@ -80,7 +79,7 @@ def trained_state(model: Any, adapted: Any | None) -> dict[str, Tensor]:
 def published(model: Any, adapted: Any | None) -> tuple[list[TensorSpec], Iterator[Tensor]]:
     """What is published, described, and one by one as whole tensors: never a second copy of all of them."""
     state = trained_state(model, adapted)
-    specs = [TensorSpec(name, SPELLING[tensor.dtype], tuple(tensor.shape)) for name, tensor in state.items()]
+    specs = [spec(name, tensor) for name, tensor in state.items()]
     return specs, (whole(tensor) for tensor in state.values())
 
 

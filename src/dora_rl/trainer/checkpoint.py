@@ -18,7 +18,6 @@ Invariants:
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import warnings
@@ -33,6 +32,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
+from dora_rl.core.durable import sync, sync_tree
 from dora_rl.core.errors import CheckpointError
 from dora_rl.core.nouns import Record, Version
 from dora_rl.trainer import adapter
@@ -73,9 +73,9 @@ def save(
     if writes:
         record = {"version": trainer.version, "updates": trainer.optimiser.updates, "position": dict(position or {})}
         (staged / "state.json").write_text(json.dumps(record, indent=1))
-        _sync(staged)
+        sync_tree(staged)
         staged.rename(final)
-        _sync_folder(folder)
+        sync(folder)
         for _, _, old in _all(folder)[:-keep]:
             _delete(old)
     trainer.world.barrier()
@@ -158,22 +158,6 @@ def _delete(path: Path) -> None:
     litter = path.with_name(f"{_LITTER}{path.name}")
     path.rename(litter)
     shutil.rmtree(litter)
-
-
-def _sync(folder: Path) -> None:
-    """Force all files of a folder to disk."""
-    for root, _, files in os.walk(folder):
-        for name in files:
-            _sync_folder(Path(root) / name)
-        _sync_folder(Path(root))
-
-
-def _sync_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 class _quiet(warnings.catch_warnings):  # noqa: N801

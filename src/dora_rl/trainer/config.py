@@ -42,10 +42,14 @@ class AlgorithmConfig(Config):
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
-        algorithm = find(self.name)
-        if (self.aggregation or algorithm.aggregation) == "constant_length" and self.constant_length is None:
+        if self.averaging == "constant_length" and self.constant_length is None:
             raise ValueError(f"'{self.name}' divides by a constant length: set constant_length")
         return self
+
+    @property
+    def averaging(self) -> Aggregation:
+        """How token losses are averaged, set or usual."""
+        return self.aggregation or find(self.name).aggregation
 
     @property
     def bounds(self) -> Clip:

@@ -72,7 +72,7 @@ def micro_loss(
         sums["kl"] = kl.detach().sum()
     if config.entropy_coefficient:
         loss = loss - config.entropy_coefficient * output.entropy
-    weighted = loss * token_weights(config.aggregation or algorithm.aggregation, tokens, config.constant_length or 1)
+    weighted = loss * token_weights(config.averaging, tokens, config.constant_length or 1)
     per_sequence = sequence_sum(weighted, batch.sequence, len(batch.lengths))
     gap = kl_estimate(batch.behaviour, output.logprobs.detach())
     sums |= {

@@ -25,9 +25,8 @@ from torch import Tensor
 from dora_rl.core.errors import IntegrityError, NonFiniteError
 from dora_rl.core.nouns import Fingerprint, Record, StepId, TrajectoryId, Version
 from dora_rl.core.ports import WeightSink
-from dora_rl.core.trajectory import Group
+from dora_rl.core.trajectory import Group, Trajectory
 from dora_rl.trainer import adapter, metrics
-from dora_rl.trainer.algorithms import find
 from dora_rl.trainer.algorithms.pieces import denominator
 from dora_rl.trainer.config import TrainerConfig
 from dora_rl.trainer.moe import Routers
@@ -145,10 +144,9 @@ class Trainer:
 
     def _gradients(self, opened: OpenStep, groups: Sequence[Group], anchors: dict[TrajectoryId, Tensor]) -> None:
         """Add the gradient sums of these groups to `.grad`."""
-        aggregation = self.config.algorithm.aggregation or find(self.config.algorithm.name).aggregation
         planned = plan(groups, self.config.micro_batch_tokens)
         for members in planned:
-            opened.denominator += sum(denominator(aggregation, trajectory) for trajectory in members)
+            opened.denominator += self._denominator(members)
         bad: list[TrajectoryId] = []
         totals: dict[str, Tensor] = {}
         for mine in self.world.share(planned):
@@ -183,10 +181,12 @@ class Trainer:
         loss = micro_loss(self.config.algorithm, output, batch, advantages, References(reference, anchor))
         total = loss.total
         if self.config.moe.auxiliary_loss and self.routers.routers:
-            aggregation = self.config.algorithm.aggregation or find(self.config.algorithm.name).aggregation
-            share = sum(denominator(aggregation, trajectory) for trajectory in batch.trajectories)
+            share = self._denominator(batch.trajectories)
             total = total + self.config.moe.auxiliary_loss * share * self.routers.auxiliary_loss()
         return loss._replace(total=total * weight)
+
+    def _denominator(self, trajectories: Sequence[Trajectory]) -> int:
+        return sum(denominator(self.config.algorithm.averaging, trajectory) for trajectory in trajectories)
 
     def _note(self, opened: OpenStep, totals: dict[str, Tensor], batch: MicroBatch, loss: MicroLoss) -> None:
         """Add a micro-batch to the step's metrics; nothing is fetched from the device here but the largest ratio."""

@@ -17,20 +17,11 @@ from torch import Tensor
 
 from dora_rl.core.nouns import Fingerprint
 from dora_rl.core.ports import TensorSpec
+from dora_rl.models.dtypes import spec
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
-SPELLING = {dtype: name for name, dtype in DTYPES.items()}
-
-
-def spec(name: str, tensor: Tensor) -> TensorSpec:
-    return TensorSpec(name, SPELLING[tensor.dtype], tuple(tensor.shape))
 
 
 def raw(tensor: Tensor) -> NDArray[np.uint8]:

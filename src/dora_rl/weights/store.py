@@ -26,10 +26,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from dora_rl.core.durable import sync
 from dora_rl.core.errors import FingerprintError, StoreError
 from dora_rl.core.nouns import Fingerprint, Version
 from dora_rl.core.ports import TensorSpec
-from dora_rl.weights.fingerprint import DTYPES, combine, digest, fingerprint, raw
+from dora_rl.models.dtypes import DTYPES
+from dora_rl.weights.fingerprint import combine, digest, fingerprint, raw
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -141,7 +143,7 @@ class WeightStore:
         finally:
             staged.unlink(missing_ok=True)
         if self._durable:
-            _sync(self._folder)
+            sync(self._folder)
         self.prune()
         return found
 
@@ -268,11 +270,3 @@ def _header(specs: Sequence[TensorSpec], metadata: dict[str, str]) -> tuple[byte
     text += b" " * (-(len(text) + 8) % _ALIGNMENT)
     start = 8 + len(text)
     return len(text).to_bytes(8, "little") + text, [(a + start, b + start) for a, b in spans], start + offset
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
