@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -112,3 +114,20 @@ def test_text_needs_a_tokenizer_and_chat_a_template(tmp_path: Path) -> None:
         read_examples(write(tmp_path / "empty.jsonl", []), None, VOCABULARY, 99)
     with pytest.raises(DataError, match="cannot read"):
         read_examples(tmp_path / "nowhere.jsonl", None, VOCABULARY, 99)
+
+
+def test_help_needs_no_torch_and_training_says_how_to_get_it(tmp_path: Path) -> None:
+    program = """
+import sys
+sys.modules["torch"] = None
+from dora_rl.apps.cli import main
+main()
+"""
+    command = [sys.executable, "-c", program]
+    helped = subprocess.run([*command, "sft", "--help"], capture_output=True, text=True, timeout=60)
+    assert helped.returncode == 0, helped.stderr
+    assert "prompt" in helped.stdout
+    wanted = ["sft", "model", "--data", "data.jsonl", "--out", str(tmp_path / "out")]
+    refused = subprocess.run([*command, *wanted], capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 2
+    assert "pip install 'dora-rl[torch]'" in refused.stderr

@@ -168,7 +168,8 @@ def test_steps_out_of_order_are_refused(tmp_path: Path) -> None:
     with pytest.raises(IntegrityError, match="group 1 is already in step 0"):
         made.accumulate(0, groups(count=1, first=1))
     with pytest.raises(IntegrityError, match="can't be published"):
-        made.publish(0, WeightStore(tmp_path, keep=1))
+        made.publish(1, WeightStore(tmp_path, keep=1))
+    assert made.publish(0, WeightStore(tmp_path, keep=1)), "an open step moves no weights yet"
 
 
 @pytest.mark.parametrize("settings", [{}, {"lora": {"rank": 4}}], ids=["full", "lora"])
@@ -291,6 +292,14 @@ def test_metrics_have_the_names_of_the_field() -> None:
     assert stale["off_policy/trajectory_staleness"] == 1
 
 
+def test_mismatch_is_measured_before_the_step_moves_the_policy() -> None:
+    made = trainer(llama(), optimiser=FAST, epochs=3)
+    made.accumulate(0, groups(count=2, model=llama(), noise=0.0))
+    metrics = made.apply(0).metrics
+    assert metrics["mismatch_kl"] == pytest.approx(0, abs=1e-6)
+    assert metrics["off_policy/kl"] > 1e-4
+
+
 def test_bfloat16_products_stay_close() -> None:
     reports = []
     for precision in ("float32", "bfloat16"):
@@ -339,6 +348,12 @@ def test_schedules(schedule: str, shares: list[float | None]) -> None:
 def test_mistakes_in_the_configuration_are_one_sentence(tree: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(TrainerConfig, tree)
+
+
+def test_weights_too_coarse_to_train_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"is bfloat16, too coarse.*load the model in float32"):
+        trainer(llama().to(torch.bfloat16))
+    trainer(llama().to(torch.bfloat16), lora={"rank": 2})  # the base is frozen; the adapter is float32
 
 
 def test_a_bad_trajectory_cannot_be_written_down() -> None:

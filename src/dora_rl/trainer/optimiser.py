@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dora_rl.core.errors import ConfigError
 from dora_rl.trainer.config import OptimiserConfig
 
 
@@ -44,6 +45,12 @@ class Optimiser:
         self.config = config
         self.updates = 0
         trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        for name, parameter in trainable:
+            if parameter.dtype != torch.float32:
+                raise ConfigError(
+                    f"'{name}' is {str(parameter.dtype).removeprefix('torch.')}, too coarse for small updates: "
+                    "load the model in float32 and set precision = 'bfloat16' for fast products"
+                )
         self.names = [name for name, _ in trainable]
         self.parameters = [parameter for _, parameter in trainable]
         # With offload, AdamW sees copies in host memory; otherwise the parameters themselves.

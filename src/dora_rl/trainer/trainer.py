@@ -104,8 +104,8 @@ class Trainer:
         self.optimiser.clear()
 
     def publish(self, version: Version, sink: WeightSink) -> Fingerprint:
-        """Make the weights loadable as this version."""
-        if version != self.version or self._open is not None:
+        """Make the weights loadable as this version. A step that is open does not matter: it moves no weights yet."""
+        if version != self.version:
             raise IntegrityError(f"version {version} can't be published: the trainer holds version {self.version}")
         specs, tensors = adapter.published(self.model, self.adapted)
         return sink.publish(version, specs, tensors, adapter=self.adapted is not None, write=self.world.rank == 0)
@@ -190,7 +190,9 @@ class Trainer:
 
     def _note(self, opened: OpenStep, totals: dict[str, Tensor], batch: MicroBatch, loss: MicroLoss) -> None:
         """Add a micro-batch to the step's metrics; nothing is fetched from the device here but the largest ratio."""
-        fresh = torch.tensor([t.version == opened.step for t in batch.trajectories], device=loss.kl.device)
+        # Once the step has moved the policy, a difference is no longer the engines' alone.
+        unmoved = opened.denominators == 0
+        fresh = torch.tensor([unmoved and t.version == opened.step for t in batch.trajectories], device=loss.kl.device)
         sums = loss.sums | {
             "policy_kl": loss.kl.sum(),
             "mismatch_kl": loss.kl[fresh].sum(),
