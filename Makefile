@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help setup format test lint types check soak bench-control paper-table clean
+.PHONY: help setup format test lint types check soak bench-control bench-trainer paper-table clean
 .DEFAULT_GOAL := help
 
 help:            ## list the targets
@@ -38,6 +38,9 @@ bench-control: setup  ## cost of an orchestrator event at 64 and at 4,096 instan
 
 paper-table: setup    ## calibrate on the synchronous rows, then predict the others and the headline
 	$(BIN)/python -m benchmarks.paper_table
+
+bench-trainer: setup  ## the update of a step against TRL's on one batch, and the time from published to served
+	$(BIN)/python -m benchmarks.trainer
 
 clean:           ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis

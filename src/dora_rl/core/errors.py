@@ -22,5 +22,39 @@ class TraceError(UserError):
     """A trace can't be used; the message names the file and line."""
 
 
+class ModelError(UserError):
+    """A model or its weights can't be loaded; the message names what was asked for."""
+
+
 class IntegrityError(DoraError):
     """What was reported contradicts a promise: wrong version, wrong fingerprint, a batch trained out of order."""
+
+
+class TrajectoryError(IntegrityError):
+    """A trajectory or group contradicts itself; the message names it."""
+
+
+class DataError(UserError):
+    """A file of training data can't be used; the message names the file and line."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint can't be read or does not fit; the message says which and why."""
+
+
+class StoreError(DoraError):
+    """The weight store can't do what was asked: no such version, or it is still held."""
+
+
+class FingerprintError(IntegrityError):
+    """Weights are not those that were published under their version."""
+
+
+class NonFiniteError(DoraError):
+    """A loss or gradient is not a number; weights and optimiser stay those of the last version."""
+
+    def __init__(self, what: str, step: int, trajectories: tuple[int, ...]) -> None:
+        self.step = step
+        self.trajectories = trajectories
+        culprits = ", ".join(str(trajectory) for trajectory in trajectories) or "unknown (no single one does it alone)"
+        super().__init__(f"step {step}: {what} is not finite; trajectories at fault: {culprits}")
