@@ -90,12 +90,16 @@ class Apply(Command, frozen=True, kw_only=True):
     """All groups of the step are accumulated or on their way: close it with the optimiser's update."""
 
     step: StepId
+    attempt: Attempt
+    groups: tuple[GroupId, ...]
+    """The whole batch, by version and order of admission."""
 
 
 class Publish(Command, frozen=True, kw_only=True):
     """Make the trainer's weights loadable as this version."""
 
     version: Version
+    attempt: Attempt
 
 
 class Retire(Command, frozen=True, kw_only=True):

@@ -1,7 +1,8 @@
 """What the world tells the orchestrator. Reports may come late, twice or out of order; none may be forged.
 
 Reports about a trajectory carry its `attempt`: it grows whenever the trajectory is started anew elsewhere, so that
-a report of a former attempt is recognised and ignored. Reports of an instance carry its current load where it is
+a report of a former attempt is recognised and ignored. Reports of the trainer carry the attempt that they were asked
+with, for the same reason. Reports of an instance carry its current load where it is
 known, which saves a message of its own.
 """
 
@@ -148,12 +149,14 @@ class Trained(Event, frozen=True, kw_only=True):
     """The optimiser step is done."""
 
     step: StepId
+    attempt: Attempt
 
 
 class Published(Event, frozen=True, kw_only=True):
     """A version can be loaded."""
 
     version: Version
+    attempt: Attempt
     fingerprint: Fingerprint
 
 

@@ -38,10 +38,10 @@ class SlotId(NamedTuple):
     """One place for one set of weights on an instance."""
 
     instance: InstanceId
-    index: int
+    number: int
 
     def __str__(self) -> str:
-        return f"{self.instance}/{self.index}"
+        return f"{self.instance}/{self.number}"
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,68 @@
+"""What the parts of the orchestrator share: the facts, the clock of the current event, and the list of commands."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from dora_rl.control.config import ControlConfig
+from dora_rl.control.fleet import Fleet
+from dora_rl.control.ledger import Ledger
+from dora_rl.control.modes import Mode
+from dora_rl.control.timers import Timers, Wait
+from dora_rl.core.commands import Command
+from dora_rl.core.nouns import Fingerprint, Nanoseconds, Prompt, Version, nanoseconds
+
+
+class Context:
+    """Shared state; one per orchestrator."""
+
+    def __init__(self, config: ControlConfig, mode: Mode) -> None:
+        self.config = config
+        self.mode = mode
+        self.ledger = Ledger(config.group_size, config.min_survivors)
+        self.fleet = Fleet()
+        self.timers = Timers()
+        self.now: Nanoseconds = 0
+        self.out: list[Command] = []
+        self.newest: Version | None = None
+        """The newest published version."""
+        self.fingerprints: dict[Version, Fingerprint] = {}
+        """Of the versions that are not retired."""
+        self.prompts: deque[Prompt] = deque()
+        self.prompts_ended = False
+        self.moved_at: Nanoseconds = 0
+        """When something last moved, for the watchdog."""
+
+    def say(self, command: Command) -> None:
+        self.out.append(command)
+
+    def wait(self, wait: Wait, seconds: float, *key: object) -> None:
+        """Give a wait its deadline."""
+        self.timers.set(self.now + nanoseconds(seconds), wait, *key)
+
+    def rollout_version(self) -> Version | None:
+        """The version that new groups get."""
+        return None if self.newest is None else self.mode.version(self.newest, self.ledger)
+
+    def allowance(self) -> int:
+        """How many groups the rules would admit now, whether or not there are prompts and room."""
+        if self.newest is None:
+            return 0
+        allowed = self.mode.allowance(self.newest, self.ledger)
+        if self.config.steps is not None:
+            started = self.ledger.admitted - self.ledger.failed
+            allowed = min(allowed, self.config.steps * self.config.groups_per_step - started)
+        return max(0, allowed)
+
+    def admissible(self) -> int:
+        """How many groups would be admitted now if there were room."""
+        return min(self.allowance(), len(self.prompts))
+
+    @property
+    def drained(self) -> bool:
+        """No further group will ever be admitted."""
+        if self.prompts_ended and not self.prompts:
+            return True
+        if self.config.steps is None:
+            return False
+        return self.ledger.trained >= self.config.steps * self.config.groups_per_step

@@ -1,0 +1,76 @@
+"""Names the cause of every idle second, when it begins and whenever the cause changes."""
+
+from __future__ import annotations
+
+from dora_rl.control.context import Context
+from dora_rl.control.fleet import Slot
+from dora_rl.control.training import TrainerStage, Training
+from dora_rl.core.commands import SlotIdles, TrainerIdles
+from dora_rl.core.labels import Because, Cause
+from dora_rl.core.nouns import SlotId
+
+
+class Explainer:
+    """Tells the world why slots and trainer idle."""
+
+    def __init__(self, context: Context, training: Training) -> None:
+        self._context = context
+        self._training = training
+        self._idle: dict[SlotId, Slot] = {}
+        self._closed: Cause | None = None
+        self._trainer: Cause | None = None
+
+    def explain(self, touched: dict[SlotId, Slot]) -> None:
+        """Look at the slots that changed, and at all idle ones if what they wait for changed."""
+        closed = self._admission_closed()
+        if closed != self._closed:
+            self._closed = closed
+            touched = {**self._idle, **touched}
+        for slot in touched.values():
+            self._explain_slot(slot)
+        if self._training.stage is TrainerStage.COLLECTING:
+            cause = self._training.waits_for()
+            if cause != self._trainer:
+                self._trainer = cause
+                self._context.say(TrainerIdles(cause=cause))
+
+    def forget(self, slot: Slot) -> None:
+        self._idle.pop(slot.id, None)
+
+    def _explain_slot(self, slot: Slot) -> None:
+        idle = slot.loading is None and not slot.instance.paused and not slot.instance.lost
+        if not idle or any(not trajectory.parked for trajectory in slot.requests.values()):
+            self._idle.pop(slot.id, None)
+            slot.told = None
+            return
+        self._idle[slot.id] = slot
+        cause = self._cause(slot)
+        if cause != slot.told:
+            slot.told = cause
+            self._context.say(SlotIdles(slot=slot.id, cause=cause))
+
+    def _cause(self, slot: Slot) -> Cause:
+        if slot.requests:
+            return Cause(because=Because.TOOL)
+        if slot.leaving or slot.incoming:
+            return Cause(because=Because.RESERVED, version=slot.version)
+        if slot.instance.active:
+            return Cause(because=Because.SPARE)
+        if slot.version is None:
+            return Cause(because=Because.STARTING)
+        return self._closed or Cause(because=Because.STARTING)
+
+    def _admission_closed(self) -> Cause | None:
+        """Why no group is admitted now; None while admission is open."""
+        context = self._context
+        if context.newest is None:
+            return Cause(because=Because.STARTING)
+        if context.drained and not context.ledger.live:
+            return Cause(because=Because.FINISHED)
+        if context.allowance():
+            return None if context.prompts else Cause(because=Because.NO_PROMPTS)
+        if self._training.stage in (TrainerStage.TRAINING, TrainerStage.ABSENT):
+            return Cause(because=Because.TRAINER, version=context.newest)
+        if self._training.stage is TrainerStage.PUBLISHING:
+            return Cause(because=Because.PUBLISH, version=context.newest + 1)
+        return Cause(because=Because.STRAGGLERS, version=min(context.ledger.unfinished, default=context.newest))

@@ -1,0 +1,120 @@
+"""Which requests move where. Pure: it reads the fleet and returns plain moves.
+
+Moves happen for two reasons: to empty a slot of a draining version into the other slots of that version (so that
+the slot can serve the newest), and to spread a version's requests onto a slot that was just given to it. In both,
+requests stay where they are unless moving them serves the purpose.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from dora_rl.control.fleet import Slot
+from dora_rl.control.ledger import Stage, TrajectoryState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedMove:
+    """Requests that leave one slot for another together."""
+
+    source: Slot
+    target: Slot
+    trajectories: tuple[TrajectoryState, ...]
+
+
+def movable(slot: Slot) -> bool:
+    """All requests of the slot could leave it now."""
+    return (
+        slot.loading is None
+        and not slot.incoming
+        and all(trajectory.stage is Stage.RUNNING for trajectory in slot.requests.values())
+    )
+
+
+def evacuate(source: Slot, targets: Iterable[Slot], share: float) -> list[PlannedMove] | None:
+    """Moves that empty `source` into `targets`, filling their KV to at most `share`; None if they do not fit.
+
+    The largest requests choose first, each the emptiest target, so that the receivers stay balanced.
+    """
+    wanted = sorted(source.requests.values(), key=lambda item: -item.context)
+    moves = _distribute(source, wanted, targets, share)
+    return moves if sum(len(move.trajectories) for move in moves) == len(wanted) else None
+
+
+def lighten(source: Slot, targets: Iterable[Slot], tokens: int, share: float) -> list[PlannedMove]:
+    """Moves that take about so many tokens of KV off `source`, in as few requests as possible."""
+    wanted: list[TrajectoryState] = []
+    for trajectory in sorted(source.requests.values(), key=lambda item: -item.context):
+        if tokens <= 0:
+            break
+        if trajectory.stage is Stage.RUNNING:
+            wanted.append(trajectory)
+            tokens -= trajectory.context
+    return _distribute(source, wanted, targets, share)
+
+
+def _distribute(
+    source: Slot, wanted: Sequence[TrajectoryState], targets: Iterable[Slot], share: float
+) -> list[PlannedMove]:
+    """Place the wanted requests one by one, each on the emptiest target, until one does not fit."""
+    heap: list[tuple[float, int, Slot]] = []
+    planned: dict[int, tuple[int, int]] = {}  # what each target has been given so far: requests, tokens
+    candidates = [slot for slot in targets if slot is not source and slot.open]
+    for number, slot in enumerate(candidates):
+        heap.append((slot.instance.load, number, slot))
+        planned[number] = (0, 0)
+    heapq.heapify(heap)
+    given: dict[int, list[TrajectoryState]] = {}
+    for trajectory in wanted:
+        counted = 0 if trajectory.parked else 1
+        while heap:
+            _, number, slot = heap[0]
+            requests, tokens = planned[number]
+            if slot.instance.has_room(requests + counted, tokens + trajectory.context, share):
+                break
+            heapq.heappop(heap)
+        if not heap:
+            break
+        _, number, slot = heap[0]
+        requests, tokens = planned[number]
+        planned[number] = (requests + counted, tokens + trajectory.context)
+        given.setdefault(number, []).append(trajectory)
+        spec = slot.instance.spec
+        load = max(
+            (slot.instance.active + requests + counted) / spec.max_requests,
+            (slot.instance.kv_tokens + tokens + trajectory.context) / spec.kv_tokens,
+        )
+        heapq.heapreplace(heap, (load, number, slot))
+    return [
+        PlannedMove(source=source, target=candidates[number], trajectories=tuple(trajectories))
+        for number, trajectories in given.items()
+    ]
+
+
+def spread(target: Slot, sources: Sequence[Slot], share: float) -> list[PlannedMove]:
+    """Moves that bring `target` an even part of its version's requests, the longest-running ones first."""
+    donors = [slot for slot in sources if slot is not target and slot.loading is None and slot.requests]
+    if not donors:
+        return []
+    even = sum(len(slot.requests) for slot in donors) // (len(donors) + 1)
+    moves: list[PlannedMove] = []
+    requests = tokens = 0
+    for donor in sorted(donors, key=lambda slot: -len(slot.requests)):
+        surplus = len(donor.requests) - even
+        leaving: list[TrajectoryState] = []
+        for trajectory in sorted(donor.requests.values(), key=lambda item: (-item.tokens, item.id)):
+            if surplus <= 0 or requests >= even:
+                break
+            counted = 0 if trajectory.parked else 1
+            fits = target.instance.has_room(requests + counted, tokens + trajectory.context, share)
+            if trajectory.stage is not Stage.RUNNING or not fits:
+                continue
+            leaving.append(trajectory)
+            requests += 1
+            tokens += trajectory.context
+            surplus -= 1
+        if leaving:
+            moves.append(PlannedMove(source=donor, target=target, trajectories=tuple(leaving)))
+    return moves

@@ -1,0 +1,358 @@
+"""Which slot serves which version: loading, emptying and re-partitioning slots.
+
+A slot changes its version only while it is empty (mode `partial` apart). So re-partitioning means: decide how many
+slots each version should have (`placement`), empty the surplus ones by moving their requests to the other slots of
+their version (`migration`), and give each slot that became empty to the version that needs it most:
+
+1. a version with waiting requests and no slot at all, oldest first;
+2. a version with fewer slots than its target, oldest first;
+3. the rollout version.
+
+Invariants:
+- a version that has requests keeps at least one slot, or gets the next one that can be had;
+- `leaving` slots take nothing new, so they become empty, if not by moves then because requests end;
+- a version is retired when it is not the newest, no slot serves or loads it, and no unfinished group has it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+
+from dora_rl.control.context import Context
+from dora_rl.control.fleet import Instance, Slot
+from dora_rl.control.migration import evacuate, lighten, movable, spread
+from dora_rl.control.placement import RULES, Facts, Targets, VersionFacts
+from dora_rl.control.rollout import Rollout
+from dora_rl.control.timers import Wait
+from dora_rl.control.training import Training
+from dora_rl.core.commands import LoadVersion, Retire
+from dora_rl.core.errors import IntegrityError
+from dora_rl.core.events import SlotLoaded
+from dora_rl.core.nouns import SECOND, DecodeCost, InstanceSpec, Nanoseconds, SlotId, Version
+
+_MOST_LOAD_FAILURES = 3
+_RECEIVERS = 16
+"""How many slots may share the requests of an emptied one: enough to balance, few enough to plan fast."""
+
+
+class Partition:
+    """Assigns versions to slots."""
+
+    def __init__(self, context: Context, rollout: Rollout, training: Training) -> None:
+        self._context = context
+        self._rollout = rollout
+        self._training = training
+        self._rule = RULES[context.config.placement]
+        self._targets: Targets = {}
+        self._try_below: dict[Version, int] = {}
+        """Number of requests of a draining version below which emptying a slot is tried again."""
+        self._loading_since: dict[SlotId, Nanoseconds] = {}
+        self._load_seconds = 0.0
+        self._rollout_version: Version | None = None
+        self._live: list[Version] = []
+        """Published and not retired, oldest first."""
+        self._max_requests = 0
+        self._kv_tokens = 0
+        self._decode = DecodeCost()
+
+    # -- reports ----------------------------------------------------------------------------------------------
+
+    def joined(self, spec: InstanceSpec) -> None:
+        """A typical instance is what plans are made for; fleets are uniform or nearly so."""
+        self._max_requests, self._kv_tokens, self._decode = spec.max_requests, spec.kv_tokens, spec.decode
+        self._try_below.clear()
+
+    def loaded(self, event: SlotLoaded) -> bool:
+        """A slot serves its new version; False if the report is late or a duplicate."""
+        context = self._context
+        slot = context.fleet.slot(event.slot)
+        if slot is None or slot.loading != event.version:
+            return False
+        if event.fingerprint != context.fingerprints.get(event.version):
+            raise IntegrityError(
+                f"slot {event.slot} serves fingerprint {event.fingerprint} as version {event.version}, "
+                f"published was {context.fingerprints.get(event.version)}"
+            )
+        slot.instance.load_failures = 0
+        slot.instance.heard = context.now
+        since = self._loading_since.pop(slot.id, context.now)
+        self._load_seconds = max((context.now - since) / SECOND, self._load_seconds / 2)
+        context.fleet.end_load(slot, event.version)
+        self._rollout.touch(slot)
+        if context.mode.mixes_versions:
+            self._update_in_flight(slot)
+        elif event.version != self._rollout_version and event.version not in self._rollout.waiting:
+            sources = list(context.fleet.of(event.version).values())
+            self._rollout.move(spread(slot, sources, context.config.pack_limit))
+        return True
+
+    def load_failed(self, slot: Slot, version: Version) -> bool:
+        """True if the instance has failed too often."""
+        if slot.loading != version:
+            return False
+        self._context.fleet.end_load(slot, None)
+        self._loading_since.pop(slot.id, None)
+        slot.instance.load_failures += 1
+        self._rollout.touch(slot)
+        return slot.instance.load_failures >= _MOST_LOAD_FAILURES
+
+    def load_overdue(self, slot_id: SlotId, since: Nanoseconds) -> bool:
+        """True if the slot is still in the load that began then."""
+        return self._loading_since.get(slot_id) == since
+
+    def forget(self, instance: Instance) -> None:
+        for slot in instance.slots:
+            self._loading_since.pop(slot.id, None)
+
+    def published(self, version: Version) -> None:
+        """A new version can be loaded."""
+        self._live.append(version)
+        if self._context.mode.mixes_versions:
+            for slot in self._slots():
+                self._update_in_flight(slot)
+
+    # -- upkeep, after each event -----------------------------------------------------------------------------
+
+    def notice_rollout_version(self) -> bool:
+        """True if new groups get another version than before."""
+        version = self._context.rollout_version()
+        if version == self._rollout_version:
+            return False
+        self._rollout_version = version
+        self._rollout.forget_room()
+        for slot in self._slots():
+            self._rollout.touch(slot)
+        return True
+
+    def fill(self, slot: Slot) -> None:
+        """Give an empty slot the version that needs it most."""
+        if slot.loading is not None or slot.instance.paused or not slot.empty:
+            return
+        slot.leaving = False
+        version = self._wanted(slot)
+        if version is not None and version != slot.version:
+            self._load(slot, version)
+
+    def find_slots_for_waiting(self) -> None:
+        """A version with waiting requests and no slot takes over one of the rollout version's."""
+        for version in self._homeless():
+            slots = [slot for slot in self._slots() if not slot.instance.paused and slot.loading is None]
+            if any(slot.leaving for slot in slots):
+                return
+            for slot in slots:
+                if slot.empty:
+                    self._load(slot, version)
+                    break
+            else:
+                victims = [slot for slot in slots if slot.version == self._rollout_version]
+                if victims:
+                    self._leave(min(victims, key=lambda slot: len(slot.requests)))
+
+    def consolidate(self, version: Version) -> None:
+        """A draining version has fewer requests than before: see whether it can do with fewer slots.
+
+        Tried only after its requests have fallen by a part, so that the cost of an event does not grow with the
+        fleet.
+        """
+        context = self._context
+        if not context.mode.repartitions or context.config.placement != "deadline":
+            return
+        if version == self._rollout_version or not context.admissible():
+            return
+        requests = self._rollout.requests.get(version, 0)
+        if not requests or requests > self._try_below.get(version, requests):
+            return
+        slots = context.fleet.of(version)
+        self._try_below[version] = requests - max(1, requests // 64, requests // (4 * max(1, len(slots))))
+        if len(slots) > 1:
+            tokens = sum(slot.instance.kv_tokens for slot in slots.values())
+            fewest = max(
+                1,
+                math.ceil(requests / self._max_requests),
+                math.ceil(tokens / (self._kv_tokens * context.config.pack_limit)),
+                self._targets.get(version, 1) if self._at_risk(version) else 1,
+            )
+            self._empty(version, len(slots) - fewest)
+
+    def rebalance(self) -> None:
+        """The mandatory and periodic trigger: new targets for all versions."""
+        context = self._context
+        if not context.mode.repartitions or self._rollout_version is None or not context.fleet.instances:
+            return
+        self._targets = self._rule(self._facts())
+        missing = 0
+        for version in sorted(self._targets):
+            have = len(context.fleet.of(version))
+            if have > self._targets[version]:
+                self._empty(version, have - self._targets[version])
+            missing += max(0, self._targets[version] - have)
+        if missing:
+            idle = [slot for slot in self._slots() if slot.empty and slot.loading is None]
+            for slot in idle:
+                self.fill(slot)
+            self._empty(self._rollout_version, missing - len(idle), leave=True)
+
+    def relieve(self, instance: Instance) -> None:
+        """The instance's KV cache overflows: move requests to emptier slots of their version."""
+        context = self._context
+        if not context.mode.repartitions:
+            return
+        excess = instance.kv_tokens - int(instance.spec.kv_tokens * context.config.pack_limit)
+        for slot in instance.slots:
+            if slot.serving is None or excess <= 0:
+                continue
+            others = [other for other in context.fleet.of(slot.serving).values() if other.instance is not instance]
+            others = heapq.nsmallest(_RECEIVERS, others, key=lambda other: other.instance.load)
+            moves = lighten(slot, others, excess, context.config.pack_limit)
+            excess -= sum(trajectory.context for move in moves for trajectory in move.trajectories)
+            self._rollout.move(moves)
+
+    def retire(self) -> None:
+        """Free the weights of versions that nothing holds."""
+        context = self._context
+        for version in [version for version in self._live if version != context.newest]:
+            held = not context.mode.mixes_versions and version in context.ledger.unfinished
+            if not held and version != self._rollout_version and not context.fleet.of(version):
+                self._live.remove(version)
+                self._targets.pop(version, None)
+                self._try_below.pop(version, None)
+                context.say(Retire(version=version))
+
+    # -- inside -----------------------------------------------------------------------------------------------
+
+    def _slots(self) -> list[Slot]:
+        return [slot for instance in self._context.fleet.instances.values() for slot in instance.slots]
+
+    def _homeless(self) -> list[Version]:
+        """Versions with waiting requests and no slot, oldest first."""
+        rollout, fleet = self._rollout, self._context.fleet
+        return [version for version in sorted(rollout.waiting) if not fleet.of(rollout.serving(version))]
+
+    def _wanted(self, slot: Slot) -> Version | None:
+        fleet = self._context.fleet
+        for version in self._homeless():
+            return self._rollout.serving(version)
+        for version, target in sorted(self._targets.items()):
+            if self._rollout.requests.get(version) and len(fleet.of(version)) < target and version != slot.version:
+                return version
+        rollout_version = self._rollout_version
+        if rollout_version is None or slot.instance.offers(rollout_version):
+            return None
+        return rollout_version
+
+    def _load(self, slot: Slot, version: Version, *, in_flight: bool = False) -> None:
+        context = self._context
+        context.fleet.begin_load(slot, version)
+        slot.told = None
+        self._loading_since[slot.id] = context.now
+        context.say(LoadVersion(slot=slot.id, version=version, in_flight=in_flight))
+        context.wait(Wait.LOAD, context.config.deadlines.load, slot.id, context.now)
+
+    def _update_in_flight(self, slot: Slot) -> None:
+        newest = self._context.newest
+        assert newest is not None
+        if slot.loading is None and slot.version not in (None, newest) and not slot.instance.paused:
+            self._load(slot, newest, in_flight=bool(slot.requests))
+
+    def resumed(self, instance: Instance) -> None:
+        """The instance's devices no longer train."""
+        for slot in instance.slots:
+            self._rollout.touch(slot)
+            if self._context.mode.mixes_versions:
+                self._update_in_flight(slot)
+
+    def _leave(self, slot: Slot) -> None:
+        """Take nothing new on this slot, and move away what can be moved."""
+        slot.leaving = True
+        if slot.version is None or not movable(slot):
+            return
+        others = sorted(self._context.fleet.of(slot.version).values(), key=lambda other: other.instance.load)
+        moves = evacuate(slot, others[: _RECEIVERS + 1], self._context.config.pack_limit)
+        if moves is not None:
+            self._rollout.move(moves)
+
+    def _empty(self, version: Version, count: int, *, leave: bool = False) -> None:
+        """Empty the `count` slots of a version that are least loaded, if moving pays; with `leave`, in any case."""
+        if count <= 0:
+            return
+        slots = sorted(self._context.fleet.of(version).values(), key=lambda slot: slot.instance.load)
+        slots = [slot for slot in slots if slot.loading is None and not slot.leaving]
+        count = min(count, len(slots) - 1)
+        for number in range(count):
+            slot = slots[number]
+            if slot.empty or not movable(slot):
+                continue
+            receivers = slots[count : count + _RECEIVERS]
+            moves = evacuate(slot, receivers, self._context.config.pack_limit)
+            if moves is None:
+                if leave:
+                    slot.leaving = True
+                continue
+            if leave or self._pays(slot):
+                slot.leaving = True
+                self._rollout.move(moves)
+                # Receivers that are nearly full go to the end, so that the next ones are tried.
+                slots[count:] = sorted(slots[count:], key=lambda other: other.instance.load)
+
+    def _pays(self, slot: Slot) -> bool:
+        """The slot would drain by itself so late that moving its requests is cheaper."""
+        instance = slot.instance
+        oldest = max(trajectory.tokens for trajectory in slot.requests.values())
+        step = instance.spec.decode.seconds(instance.active, instance.kv_tokens)
+        if not step:
+            return True
+        drain = self._rollout.lengths.remaining(oldest, 0.5) * step
+        cost = self._load_seconds + instance.kv_tokens * self._rollout.move_seconds_per_token
+        return drain > 2 * cost
+
+    def _seconds_left(self, version: Version) -> float:
+        """Until the step of the version's deadline needs its groups, if steps go on as they do."""
+        context = self._context
+        assert context.newest is not None
+        if self._training.step_seconds is None:
+            return math.inf
+        steps = version + context.mode.staleness - context.newest + 1
+        elapsed = (context.now - self._training.published_at) / SECOND
+        return max(0.0, steps * self._training.step_seconds - elapsed)
+
+    def _at_risk(self, version: Version) -> bool:
+        context = self._context
+        assert context.newest is not None
+        return version + context.mode.staleness <= context.newest
+
+    def _facts(self) -> Facts:
+        context = self._context
+        rollout_version = self._rollout_version
+        assert rollout_version is not None
+        tokens: dict[Version, int] = {}
+        oldest: dict[Version, int] = {}
+        for slot in self._slots():
+            for trajectory in slot.requests.values():
+                version = trajectory.group.version
+                tokens[version] = tokens.get(version, 0) + trajectory.context
+                if trajectory.tokens > oldest.get(version, -1):
+                    oldest[version] = trajectory.tokens
+        admissible = context.admissible() * context.config.group_size
+        return Facts(
+            newest=rollout_version,
+            old=tuple(
+                VersionFacts(
+                    version=version,
+                    requests=self._rollout.requests[version],
+                    kv_tokens=tokens[version],
+                    slots=len(context.fleet.of(version)),
+                    longest=self._rollout.lengths.remaining(oldest[version], 0.9),
+                    seconds_left=self._seconds_left(version),
+                )
+                for version in sorted(tokens)
+                if version != rollout_version
+            ),
+            newest_requests=self._rollout.requests.get(rollout_version, 0) + admissible,
+            admissible=admissible,
+            slots=sum(len(instance.slots) for instance in context.fleet.instances.values()),
+            max_requests=self._max_requests,
+            kv_tokens=max(1, int(self._kv_tokens * context.config.pack_limit)),
+            decode=self._decode,
+            overhead_seconds=self._load_seconds,
+        )

@@ -1,0 +1,205 @@
+"""The trainer's side: collecting a step's batch, training, publishing, and a trainer that dies and comes back.
+
+    ABSENT -> PUBLISHING -> COLLECTING -> TRAINING -> PUBLISHING -> COLLECTING -> ...
+       ^--- lost, or too late, from anywhere
+
+Invariants:
+- step n takes groups only after version n is published, and publishes n + 1;
+- a group that is taken stays in its batch until that batch is published, however often the trainer restarts;
+- batches since the last checkpoint are kept, so that a trainer which restarts from it trains the same again;
+- `attempt` names one life of the trainer; reports of a former life are ignored.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+from dora_rl.control.batching import StepRule
+from dora_rl.control.context import Context
+from dora_rl.control.ledger import GroupState
+from dora_rl.control.timers import Wait
+from dora_rl.core.commands import Accumulate, Apply, Publish, RestartTrainer
+from dora_rl.core.errors import IntegrityError
+from dora_rl.core.events import Published, Trained
+from dora_rl.core.labels import Because, Cause
+from dora_rl.core.nouns import Attempt, GroupId, Nanoseconds, StepId, Version
+
+
+class TrainerStage(Enum):
+    """What the trainer is at."""
+
+    ABSENT = auto()
+    COLLECTING = auto()
+    TRAINING = auto()
+    PUBLISHING = auto()
+
+
+class Training:
+    """Feeds the trainer."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self.stage = TrainerStage.ABSENT
+        self.attempt: Attempt = 0
+        self.step_seconds: float | None = None
+        """Smoothed time from one published version to the next."""
+        self.published_at: Nanoseconds = 0
+        self._batch: list[GroupState] = []
+        self._sent = 0
+        self._rule = StepRule(0, 1, 0)
+        self._history: dict[StepId, tuple[GroupId, ...]] = {}
+        self._replaying: StepId | None = None
+        self._entered = 0
+        """How often the stage has changed: names one wait."""
+
+    # -- the trainer's life -----------------------------------------------------------------------------------
+
+    def ready(self, version: Version) -> None:
+        """A trainer is there with the weights of a version."""
+        context = self._context
+        self.attempt += 1
+        self._sent = 0
+        self._replaying = None
+        newest = context.newest
+        if newest is None or (version == newest + 1 and self._complete()):
+            self._publish(version)
+        elif version == newest:
+            self._enter(TrainerStage.COLLECTING)
+        elif version < newest and all(step in self._history for step in range(version, newest)):
+            self._replay(version)
+        else:
+            raise IntegrityError(
+                f"a trainer came back with version {version}; version {newest} is published and the batches kept "
+                f"start with step {min(self._history, default=newest)}"
+            )
+
+    def lost(self, reason: str) -> None:
+        """The trainer is gone; it is asked for again until it comes back."""
+        self._enter(TrainerStage.ABSENT, reason)
+
+    def overdue(self, entered: int, reason: str) -> None:
+        """A deadline of the trainer has passed; if it is still in the same wait, start another."""
+        if entered == self._entered:
+            self._context.say(RestartTrainer(reason=reason))
+            self.lost(reason)
+
+    def checkpointed(self, version: Version) -> None:
+        """A trainer will never come back with less than this version."""
+        for step in [step for step in self._history if step < version]:
+            del self._history[step]
+
+    # -- the step ---------------------------------------------------------------------------------------------
+
+    def trained(self, event: Trained) -> None:
+        if self.stage is not TrainerStage.TRAINING or event.attempt != self.attempt:
+            return
+        if self._replaying is not None:
+            if event.step != self._replaying:
+                return
+            newest = self._context.newest
+            if event.step + 1 == newest:
+                self._replaying = None
+                self._enter(TrainerStage.COLLECTING)
+            else:
+                self._replay(event.step + 1)
+        elif event.step == self._context.newest:
+            self._publish(event.step + 1)
+
+    def published(self, event: Published) -> bool:
+        """True if this is a new version."""
+        context = self._context
+        if self.stage is not TrainerStage.PUBLISHING or event.attempt != self.attempt:
+            return False
+        first = context.newest is None
+        if context.newest is not None:
+            if event.version != context.newest + 1:
+                return False
+            seconds = (context.now - self.published_at) / 1e9
+            # Half the weight on the last step: step times drift as lengths grow, and vary little otherwise.
+            self.step_seconds = seconds if self.step_seconds is None else (self.step_seconds + seconds) / 2
+            self._history[context.newest] = tuple(group.id for group in self._batch)
+            for group in self._batch:
+                context.ledger.settle(group)
+        self.published_at = context.now
+        context.newest = event.version
+        context.fingerprints[event.version] = event.fingerprint
+        self._batch = []
+        self._sent = 0
+        self._rule = StepRule(event.version, context.config.groups_per_step, context.mode.staleness)
+        self._enter(TrainerStage.COLLECTING)
+        assert first or not self._replaying
+        return True
+
+    def collect(self) -> bool:
+        """Take what the rule allows; True if that completed the step and training begins."""
+        if self.stage is not TrainerStage.COLLECTING:
+            return False
+        self._take()
+        streaming = self._context.config.stream and self._context.mode.streams and not self._context.fleet.sharing
+        complete = self._complete()
+        if (streaming or complete) and self._sent < len(self._batch):
+            step = self._step()
+            self._context.say(Accumulate(step=step, groups=tuple(group.id for group in self._batch[self._sent :])))
+            self._sent = len(self._batch)
+        if not complete:
+            return False
+        ordered = sorted(self._batch, key=lambda group: (group.version, group.id))
+        self._context.say(Apply(step=self._step(), attempt=self.attempt, groups=tuple(group.id for group in ordered)))
+        self._enter(TrainerStage.TRAINING)
+        return True
+
+    def waits_for(self) -> Cause:
+        """Why the trainer can't go on, while it collects."""
+        ledger = self._context.ledger
+        if self._context.newest is None or self.stage is not TrainerStage.COLLECTING:
+            return Cause(because=Because.STARTING)
+        if self._context.drained and not ledger.live:
+            return Cause(because=Because.FINISHED)
+        for version in ledger.ready_versions():
+            blocker = self._rule.blocker(version, ledger.untrained)
+            if blocker is not None:
+                return Cause(because=Because.DEADLINE, version=blocker)
+        if not ledger.unfinished:
+            return Cause(because=Because.NO_PROMPTS)
+        oldest = min(ledger.unfinished)
+        if not ledger.running and ledger.scoring:
+            return Cause(because=Because.REWARD, version=oldest)
+        return Cause(because=Because.ROLLOUT, version=oldest)
+
+    def _take(self) -> None:
+        ledger = self._context.ledger
+        while self._rule.count < self._context.config.groups_per_step:
+            versions = ledger.ready_versions()
+            if not versions or self._rule.blocker(versions[0], ledger.untrained) is not None:
+                return  # what blocks the oldest ready version blocks all younger ones
+            self._batch.append(ledger.take(versions[0], self._step()))
+            self._rule.take(versions[0])
+
+    def _complete(self) -> bool:
+        """The batch has B groups; at the very end, all that are left."""
+        if len(self._batch) == self._context.config.groups_per_step:
+            return True
+        last = self._context.drained and not self._context.ledger.unfinished
+        return last and 0 < len(self._batch) == self._context.ledger.live
+
+    def _replay(self, step: StepId) -> None:
+        self._replaying = step
+        groups = self._history[step]
+        self._context.say(Accumulate(step=step, groups=groups))
+        self._context.say(Apply(step=step, attempt=self.attempt, groups=groups))
+        self._enter(TrainerStage.TRAINING)
+
+    def _publish(self, version: Version) -> None:
+        self._context.say(Publish(version=version, attempt=self.attempt))
+        self._enter(TrainerStage.PUBLISHING)
+
+    def _enter(self, stage: TrainerStage, reason: str = "") -> None:
+        self.stage = stage
+        self._entered += 1
+        if stage is not TrainerStage.COLLECTING:
+            why = reason or f"{stage.name.lower()} took longer than deadlines.train"
+            self._context.wait(Wait.TRAIN, self._context.config.deadlines.train, self._entered, why)
+
+    def _step(self) -> StepId:
+        assert self._context.newest is not None
+        return self._context.newest
