@@ -61,7 +61,7 @@ class Draws(c.Structure):
         ("vocab", c.c_int32),
         ("logits", FLOATS),
         *((name, FLOATS) for name in ("temperature", "top_p", "min_p")),
-        *((name, INTS) for name in ("top_k", "uniform", "bias_start", "bias_token")),
+        *((name, INTS) for name in ("top_k", "seed", "trajectory", "position", "bias_start", "bias_token")),
         ("bias_value", FLOATS),
         ("token", INTS),
         *((name, FLOATS) for name in ("logprob", "model_logprob")),

@@ -18,6 +18,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from dora_rl.engine.native.binding import declare
+
 SOURCES = ("forward.cpp", "sample.cpp")
 HEADERS = ("attention.h", "product.h", "team.h", "vectors.h")
 FLAGS = (
@@ -49,7 +51,7 @@ def build() -> tuple[ctypes.CDLL | None, str]:
     try:
         if not target.exists():
             _compile(compiler, target)
-        return ctypes.CDLL(str(target)), ""
+        return declare(ctypes.CDLL(str(target))), ""
     except subprocess.CalledProcessError as error:
         said = error.stderr.strip().splitlines()
         return None, f"{compiler} failed: {said[0] if said else error.returncode}"

@@ -1,4 +1,5 @@
-// Sampling, one row of logits at a time. The uniform number of a row is given, so this file has no state.
+// Sampling, one row of logits at a time. A row's random number is a function of (seed, trajectory, position), so this
+// file has no state.
 //
 // A truncated distribution is a threshold on probabilities: top-k, top-p and min-p each give one, the highest counts,
 // and what ties with it stays. The draw walks the tokens in order of their id.
@@ -14,13 +15,27 @@ struct Draws {
     const float* logits;        // [rows][vocab]
     const float *temperature, *top_p, *min_p;  // [rows]; temperature 0 is greedy
     const int32_t* top_k;       // [rows]; 0 is no limit
-    const double* uniform;      // [rows] in [0, 1)
+    const uint64_t *seed, *trajectory, *position;  // [rows], the key of the row's random number
     const int32_t* bias_start;  // [rows + 1] into the two below, or null
     const int32_t* bias_token;
     const float* bias_value;
     int64_t* token;             // [rows]; -1 where the logits are not finite
     float *logprob, *model_logprob;
 };
+
+// Philox4x32 with ten rounds, keyed by the seed, counting (position, trajectory); 53 of its bits as a number in [0, 1).
+static double uniform(uint64_t seed, uint64_t trajectory, uint64_t position) {
+    uint32_t c[4] = {uint32_t(position), uint32_t(position >> 32), uint32_t(trajectory), uint32_t(trajectory >> 32)};
+    uint32_t k[2] = {uint32_t(seed), uint32_t(seed >> 32)};
+    for (int round = 0; round < 10; round++) {
+        uint64_t a = uint64_t(0xD2511F53u) * c[0], b = uint64_t(0xCD9E8D57u) * c[2];
+        uint32_t next[4] = {uint32_t(b >> 32) ^ c[1] ^ k[0], uint32_t(b), uint32_t(a >> 32) ^ c[3] ^ k[1], uint32_t(a)};
+        for (int i = 0; i < 4; i++) c[i] = next[i];
+        k[0] += 0x9E3779B9u;
+        k[1] += 0xBB67AE85u;
+    }
+    return double((uint64_t(c[0]) << 32 | c[1]) >> 11) * 0x1p-53;
+}
 
 static float highest(const float* x, int n) {
     float m = -INFINITY;
@@ -133,7 +148,8 @@ static void one(const Draws& d, int r, std::vector<float>& p, std::vector<float>
     int token;
     if (T > 0) {
         double mass;
-        token = draw(p.data(), n, threshold(d, r, p.data(), total, some), d.uniform[r], &mass);
+        token = draw(p.data(), n, threshold(d, r, p.data(), total, some),
+                     uniform(d.seed[r], d.trajectory[r], d.position[r]), &mass);
         d.logprob[r] = float((double(used[token]) - used_most) * scale - std::log(mass));
     } else {
         token = int(std::max_element(used, used + n) - used);
