@@ -7,6 +7,7 @@ import sys
 import typer
 from rich.console import Console
 
+from dora_rl.apps.generate import generate
 from dora_rl.core.errors import UserError
 
 app = typer.Typer(
@@ -16,6 +17,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+app.command()(generate)
 
 
 @app.callback()

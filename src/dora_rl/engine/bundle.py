@@ -1,13 +1,13 @@
 """Requests on the move: their state and their KV, in one piece of memory.
 
     file   "DORAKV1\\n", number of frames (u32), then the frames, each starting at a multiple of 64
-    frame  length of the header (u32), length of the KV (u64), digest (16 bytes), header (JSON), padding to 64, KV
+    frame  length of the header (u32), length of the KV (u64), digest (16 bytes), header (MessagePack), padding, KV
 
 Invariants:
 - a frame is one request, and stands alone: a damaged one costs only that request;
 - the digest covers the header and, in bytes that leave the machine, the KV as well. In shared memory the KV is read
   where it was written, so there is nothing that a digest of it would guard;
-- nothing in it is executed when it is read: JSON and plain numbers, no pickle.
+- nothing in it is executed when it is read: plain data and numbers, no pickle.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Bundle:
     @classmethod
     def lay_out(cls, moved: Many[MovedRequest], kv_bytes: Many[int], *, shared: bool) -> tuple[Bundle, list[Frame]]:
         """A bundle with room for these requests; the caller writes the KV into the frames."""
-        headers = [msgspec.json.encode(one) for one in moved]
+        headers = [msgspec.msgpack.encode(one) for one in moved]
         size = _pad(_FILE.size)
         starts = []
         for header, kv in zip(headers, kv_bytes, strict=True):
@@ -120,7 +120,7 @@ class Bundle:
         start = _pad(_FILE.size)
         for one, frame, place in zip(moved, frames, places, strict=True):
             place.kv[:] = frame.kv
-            header = msgspec.json.encode(one)
+            header = msgspec.msgpack.encode(one)
             _FRAME.pack_into(out.memory, start, len(header), len(frame.kv), _digest(header, frame.kv))
             start += _pad(_FRAME.size + len(header)) + _pad(len(frame.kv))
         return bytes(out.memory)
@@ -175,7 +175,7 @@ class Bundle:
 
 def _frame(header: bytes, kv: memoryview, digest: bytes, index: int) -> Frame:
     try:
-        moved = msgspec.json.decode(header, type=MovedRequest)
+        moved = msgspec.msgpack.decode(header, type=MovedRequest)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         return Frame(None, kv, BundleError(f"request {index + 1} of the bundle is damaged: {error}"))
     found = _digest(header, kv) if moved.kv_digest else _digest(header)

@@ -85,4 +85,3 @@ def _lay_rows(batch: Batch, chunks: list[tuple[Sequence, int]]) -> list[Sequence
             complete.append(sequence)
     rows.count, rows.logit_count = count, logits
     return complete
-

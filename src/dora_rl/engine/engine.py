@@ -393,7 +393,7 @@ class Engine:
         limit = min(len(request.prompt) + request.sampling.max_tokens, self.context)
         blocks = self._cache.shape.blocks(limit)
         if blocks > self._cache.count:
-            raise MemoryCapError(
+            raise PromptError(
                 f"trajectory {request.trajectory} may grow to {limit} tokens, {blocks} blocks of KV, but kv_bytes "
                 f"allows {self._cache.count}; raise kv_bytes or lower max_tokens"
             )

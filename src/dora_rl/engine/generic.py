@@ -1,9 +1,10 @@
-"""Running any causal LM of `transformers`: its own module, with our attention plugged in through the library's interface.
+"""Running any causal LM of `transformers`: its own module, with our attention plugged in.
 
-The rows go through the module as one flat sequence with their own positions. The attention function writes their keys
-and values into the paged cache and lets each row attend over its own sequence; it gets what it needs as a keyword
-argument through the module's forward pass, so there is no hidden state. On a CPU in float32 the compiled attention does
-this without padding; elsewhere torch does, on rows sorted by length, so that padding stays small.
+The rows go through the module as one flat sequence with their own positions. The attention function, registered in the
+library's attention interface, writes their keys and values into the paged cache and lets each row attend over its own
+sequence; it gets what it needs as a keyword argument through the module's forward pass, so there is no hidden state.
+On a CPU in float32 the compiled attention does this without padding; elsewhere torch does, on rows sorted by length, so
+that padding stays small.
 """
 
 from __future__ import annotations
@@ -128,9 +129,7 @@ class _Paged:
             table=self._rows.table.ctypes.data,
         )
         pointers = (q.data_ptr(), self._scores.data_ptr(), self._context, out.data_ptr(), threads)
-        self._library.paged_attention(
-            c.byref(self._native), c.byref(rows), layer, heads, window, scale, cap, *pointers
-        )
+        self._library.paged_attention(c.byref(self._native), c.byref(rows), layer, heads, window, scale, cap, *pointers)
         return out
 
     def _attend_torch(self, layer: int, q: Any, scale: float, window: int, cap: float) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any
 
+import msgspec
+
 from dora_rl.core.errors import SamplingError
 from dora_rl.core.events import AnyEvent
 from dora_rl.core.nouns import Attempt, Fingerprint, Record, TrajectoryId, Version
@@ -27,7 +29,7 @@ class Sampling(Record, frozen=True, kw_only=True):
     """Strings that end the response; the token that completes one is its last."""
     stop_ids: tuple[int, ...] = ()
     """Token ids that end the response; the id is its last token."""
-    logit_bias: dict[int, float] = {}
+    logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
     """Added to the logits of these token ids."""
     seed: int = 0
     """Part of the key of the random numbers, with the trajectory and the position."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+
 class Rows:
     """Static buffers for at most `limit` rows, and how many of them are used."""
 

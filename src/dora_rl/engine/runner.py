@@ -36,7 +36,9 @@ class Runner(Protocol):
 MakeRunner = Callable[[Mapping[str, Any]], Runner]
 
 
-def runner_factory(model: Any, cache: KvCache, config: EngineConfig, limit: int, context: int) -> tuple[MakeRunner, str]:
+def runner_factory(
+    model: Any, cache: KvCache, config: EngineConfig, limit: int, context: int
+) -> tuple[MakeRunner, str]:
     """What makes runners for versions of this model, and its name."""
     from dora_rl.engine.generic import GenericRunner
     from dora_rl.engine.native.build import build

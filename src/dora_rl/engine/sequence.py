@@ -1,7 +1,7 @@
 """A request while the engine has it.
 
-`length` tokens are known (prompt, then response); the KV of the first `computed` of them is there, in `blocks` or, while
-the sequence is pre-empted, in `host`. It decodes when only its last token is left to compute, and prefills before that.
+`length` tokens are known (prompt, then response); the KV of the first `computed` of them is there: in `blocks`, or in
+`host` while the sequence is pre-empted. It decodes when only its last token is left to compute, and prefills before.
 """
 
 from __future__ import annotations

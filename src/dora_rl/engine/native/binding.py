@@ -14,7 +14,20 @@ class Layer(c.Structure):
     _fields_ = tuple(
         (name, FLOATS)
         for name in (
-            *("input_norm", "q", "k", "v", "q_bias", "k_bias", "v_bias", "o", "o_bias", "q_norm", "k_norm", "post_norm"),
+            *(
+                "input_norm",
+                "q",
+                "k",
+                "v",
+                "q_bias",
+                "k_bias",
+                "v_bias",
+                "o",
+                "o_bias",
+                "q_norm",
+                "k_norm",
+                "post_norm",
+            ),
             *("gate", "up", "down", "router", "experts_gate_up", "experts_down"),
         )
     )

@@ -56,7 +56,7 @@ static inline float max(vec a) {
 static inline vec exp(vec x) {
     const vec round = all(12582912.0f);  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
     vec low = all(-87.0f);
-    vec y = x > low ? x : low;
+    vec y = x < low ? low : x;  // so written, what is not a number stays what it is
     vec n = (y * 1.44269504088896341f + round) - round;
     vec r = (y - n * 0.693359375f) + n * 2.12194440e-4f;
     vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
@@ -67,5 +67,5 @@ static inline vec exp(vec x) {
     p = p * (r * r) + r + 1.0f;
     ivec bits = (__builtin_convertvector(n, ivec) + 127) << 23;
     vec result = p * (vec)bits;  // the bits of 2^n, read as floats
-    return x > low ? result : vec{};
+    return x < low ? vec{} : result;
 }
