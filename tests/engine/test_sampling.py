@@ -46,7 +46,8 @@ def kept(given: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     steps += [TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
     steps += [MinPLogitsWarper(sampling.min_p)] if sampling.min_p else []
     ids: Any = torch.zeros(len(given), 1, dtype=torch.long)
-    return LogitsProcessorList(steps)(ids, biased).softmax(-1)
+    scores: Any = biased
+    return LogitsProcessorList(steps)(ids, scores).softmax(-1)
 
 
 WAYS = [

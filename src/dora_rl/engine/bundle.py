@@ -26,6 +26,7 @@ import msgspec
 
 from dora_rl.core.errors import BundleError
 from dora_rl.core.nouns import Fingerprint, Record, TrajectoryId
+from dora_rl.engine.kv import KvShape
 from dora_rl.engine.requests import Request
 
 MAGIC = b"DORAKV1\n"
@@ -44,7 +45,7 @@ class MovedRequest(Record, frozen=True, kw_only=True):
     computed: int
     """Tokens whose KV comes along."""
     known: int
-    kv_shape: tuple[int, int, int, int, str]
+    kv_shape: KvShape
     kv_digest: bool = False
     """The frame's digest covers the KV too."""
 

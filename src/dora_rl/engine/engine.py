@@ -285,8 +285,12 @@ class Engine:
             reason = StopReason.LENGTH if count >= request.sampling.max_tokens else StopReason.CONTEXT
         self._scheduler.drop(sequence)
         del self._sequences[request.trajectory]
-        common = {"trajectory": request.trajectory, "attempt": request.attempt, "version": sequence.version}
-        common["fingerprint"] = sequence.fingerprint
+        common: dict[str, Any] = {
+            "trajectory": request.trajectory,
+            "attempt": request.attempt,
+            "version": sequence.version,
+            "fingerprint": sequence.fingerprint,
+        }
         self._finished.append(Finished(**common, reason=reason, tokens=count))
         if failed:
             why = "the model's logits are not finite numbers"

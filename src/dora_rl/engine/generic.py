@@ -63,7 +63,8 @@ class GenericRunner:
             logits_to_keep=torch.from_numpy(rows.logit_row[: rows.logit_count]).to(self._device, torch.long),
             paged=self._paged,
         )
-        return result.logits[0].float()
+        logits: torch.Tensor = result.logits[0].float()
+        return logits
 
     def experts(self) -> npt.NDArray[np.int16]:
         """The experts of the last recorded pass."""

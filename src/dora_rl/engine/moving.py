@@ -8,7 +8,7 @@ import msgspec
 
 from dora_rl.core.errors import BundleError
 from dora_rl.engine.bundle import Bundle, Frame, MovedRequest
-from dora_rl.engine.kv import KvCache, KvShape
+from dora_rl.engine.kv import KvCache
 from dora_rl.engine.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def pack(leaving: list[Sequence], cache: KvCache, *, shared: bool) -> Bundle:
                 fingerprint=sequence.fingerprint,
                 computed=sequence.computed,
                 known=sequence.known,
-                kv_shape=tuple(cache.shape),
+                kv_shape=cache.shape,
             )
         )
         sizes.append(cache.shape.blocks(sequence.computed) * cache.shape.block_bytes)
@@ -57,8 +57,8 @@ def unpack(frame: Frame, slot: Slot, cache: KvCache, arrival: int, context: int)
             f"{name} comes from version {request.version} ({moved.fingerprint[:12]}), "
             f"but slot {slot.index} serves {slot.version} ({slot.fingerprint[:12]})"
         )
-    if KvShape(*moved.kv_shape) != cache.shape:
-        raise BundleError(f"{name} has KV of the shape {moved.kv_shape}, but this engine's is {tuple(cache.shape)}")
+    if moved.kv_shape != cache.shape:
+        raise BundleError(f"{name} has KV of the shape {tuple(moved.kv_shape)}, but here it is {tuple(cache.shape)}")
     blocks = cache.shape.blocks(moved.computed)
     length = len(request.prompt) + len(request.response)
     if len(frame.kv) != blocks * cache.shape.block_bytes or not 0 <= moved.computed < max(length, 1):

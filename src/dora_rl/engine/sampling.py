@@ -133,9 +133,9 @@ def _draw_torch(logits: torch.Tensor, settings: Settings, position: Longs) -> Dr
     used = logits
     if any(settings.bias):
         used = logits.clone()
-        for row, bias in enumerate(settings.bias):
-            for token, value in bias.items():
-                used[row, token] += value
+        for row, biases in enumerate(settings.bias):
+            for biased, value in biases.items():
+                used[row, biased] += value
     weight = ((used - used.amax(-1, keepdim=True)) * scale).exp().double()  # the likeliest token has 1
     weight = weight * (weight >= _threshold(weight, settings, device))
     reach = weight.cumsum(-1)

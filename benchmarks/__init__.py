@@ -1,0 +1,1 @@
+"""Benchmarks; each writes results/NAME.json with its targets."""
