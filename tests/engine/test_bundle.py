@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from dora_rl.core.errors import BundleError
 from dora_rl.engine.bundle import Bundle
 from dora_rl.engine.engine import Engine
+from dora_rl.engine.segments import PREFIX, RELEASED, STATE, Segments
 from dora_rl.models.sources import MemoryWeights
 from tests.engine import tiny
 from tests.engine.tiny import Listener, Said
@@ -75,7 +77,15 @@ open(sys.argv[2], "wb").write(msgspec.json.encode([[t.trajectory, t.tokens] for 
     command = [sys.executable, "-c", program, bundle.name, str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=root)
     assert done.returncode == 0, done.stderr
-    assert not Path(bundle.name).exists(), "the shared memory was left behind"
+    # The importer has released the memory, so the next bundle is written there again; it goes with its engine.
+    name = bundle.name
+    assert bundle.memory[STATE] == RELEASED
+    source.submit(tiny.requests(1, first=500)[0])
+    source.step()
+    assert source.export([500]).name == name
+    del source, bundle
+    gc.collect()
+    assert not Path(name).exists(), "the shared memory was left behind"
     said = {key: list(one.tokens) for key, one in listener.said.items()}
     for trajectory, tokens in msgspec.json.decode(out.read_bytes()):
         said[trajectory] = said.get(trajectory, []) + tokens
@@ -115,6 +125,15 @@ def test_a_bundle_cut_off_is_told(cut: int) -> None:
     data = source.export(list(source.progress().tokens), shared=False).to_bytes()
     with pytest.raises(BundleError, match="cut off"):
         tiny.engine(tiny.model("llama")).import_(Bundle.from_bytes(data[:cut]), 0)
+
+
+def test_what_a_killed_process_left_behind_is_swept() -> None:
+    program = f"import os; print(os.getpid()); open(f'/dev/shm/{PREFIX}{{os.getpid()}}-x', 'w')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    left = Path("/dev/shm") / f"{PREFIX}{done.stdout.strip()}-x"
+    assert left.exists()
+    Segments()
+    assert not left.exists()
 
 
 def test_something_else_is_no_bundle() -> None:

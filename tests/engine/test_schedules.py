@@ -89,7 +89,7 @@ def _move(source: Any, target: Any, trajectory: int, way: int, listener: Listene
     bundle = source.export([trajectory], shared=way == 0)
     listener.hear(source.drain())
     if way == 2:
-        bundle.discard()
+        bundle.taken()
         told = listener.said.get(trajectory, Said((), (), ())).tokens
         target.submit(msgspec.structs.replace(request, response=told))
         return

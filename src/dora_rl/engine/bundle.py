@@ -1,12 +1,13 @@
 """Requests on the move: their state and their KV, in one piece of memory.
 
-    file   "DORAKV1\\n", number of frames (u32), then the frames, each starting at a multiple of 64
+    file   "DORAKV1\\n", number of frames (u32), state (u32), then the frames, each starting at a multiple of 64
     frame  length of the header (u32), length of the KV (u64), digest (16 bytes), header (MessagePack), padding, KV
 
 Invariants:
 - a frame is one request, and stands alone: a damaged one costs only that request;
 - the digest covers the header and, in bytes that leave the machine, the KV as well. In shared memory the KV is read
   where it was written, so there is nothing that a digest of it would guard;
+- the state of shared memory is RELEASED once the importer needs it no more; its owner may then write there again;
 - nothing in it is executed when it is read: plain data and numbers, no pickle.
 """
 
@@ -14,10 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import mmap
-import os
 import struct
-import tempfile
-import uuid
 from collections.abc import Sequence as Many
 from pathlib import Path
 from typing import NamedTuple
@@ -28,9 +26,10 @@ from dora_rl.core.errors import BundleError
 from dora_rl.core.nouns import Fingerprint, Record, TrajectoryId
 from dora_rl.engine.kv import KvShape
 from dora_rl.engine.requests import Request
+from dora_rl.engine.segments import IN_USE, RELEASED, STATE, Segments
 
 MAGIC = b"DORAKV1\n"
-_FILE = struct.Struct("<8sI")
+_FILE = struct.Struct("<8sII")
 _FRAME = struct.Struct("<IQ16s")
 _ALIGNMENT = 64
 
@@ -61,23 +60,30 @@ class Frame(NamedTuple):
 class Bundle:
     """Frames in memory: of this process, or shared by the processes of this machine under a name."""
 
-    def __init__(self, memory: memoryview, owner: mmap.mmap | None = None, path: Path | None = None) -> None:
+    def __init__(self, memory: memoryview, path: Path | None = None) -> None:
         self.memory = memory
-        self._owner = owner
         self._path = path
+        self._taken = False
+
+    def __del__(self) -> None:
+        # The last request that reads from here has let go of it.
+        if self._taken and self._path is not None:
+            self.memory[STATE] = RELEASED
 
     @classmethod
-    def lay_out(cls, moved: Many[MovedRequest], kv_bytes: Many[int], *, shared: bool) -> tuple[Bundle, list[Frame]]:
-        """A bundle with room for these requests; the caller writes the KV into the frames."""
+    def lay_out(
+        cls, moved: Many[MovedRequest], kv_bytes: Many[int], segments: Segments | None
+    ) -> tuple[Bundle, list[Frame]]:
+        """A bundle with room for these requests; the caller writes the KV into the frames. Shared if in a segment."""
         headers = [msgspec.msgpack.encode(one) for one in moved]
         size = _pad(_FILE.size)
         starts = []
         for header, kv in zip(headers, kv_bytes, strict=True):
             starts.append(size)
             size += _pad(_FRAME.size + len(header)) + _pad(kv)
-        bundle = cls._shared(size) if shared else cls(memoryview(bytearray(size)))
+        bundle = cls(memoryview(bytearray(size))) if segments is None else cls(*segments.take(size))
         memory = bundle.memory
-        _FILE.pack_into(memory, 0, MAGIC, len(headers))
+        _FILE.pack_into(memory, 0, MAGIC, len(headers), IN_USE)
         frames = []
         for one, header, kv, start in zip(moved, headers, kv_bytes, starts, strict=True):
             _FRAME.pack_into(memory, start, len(header), kv, _digest(header))
@@ -95,7 +101,7 @@ class Bundle:
                 owner = mmap.mmap(file.fileno(), 0)
         except (OSError, ValueError) as error:
             raise BundleError(f"the bundle '{name}' is gone: {error}") from error
-        return cls(memoryview(owner), owner, path)
+        return cls(memoryview(owner), path)
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> Bundle:
@@ -117,7 +123,7 @@ class Bundle:
         """The bundle for the wire: every frame's digest covers its KV."""
         frames = self.frames()
         moved = [msgspec.structs.replace(_sound(frame), kv_digest=True) for frame in frames]
-        out, places = Bundle.lay_out(moved, [len(frame.kv) for frame in frames], shared=False)
+        out, places = Bundle.lay_out(moved, [len(frame.kv) for frame in frames], None)
         start = _pad(_FILE.size)
         for one, frame, place in zip(moved, frames, places, strict=True):
             place.kv[:] = frame.kv
@@ -131,7 +137,7 @@ class Bundle:
         memory = self.memory
         if len(memory) < _FILE.size:
             raise BundleError("the bundle is cut off")
-        magic, count = _FILE.unpack_from(memory, 0)
+        magic, count, _ = _FILE.unpack_from(memory, 0)
         if magic != MAGIC:
             raise BundleError("this is not a bundle of requests")
         frames = []
@@ -152,26 +158,9 @@ class Bundle:
         """Who is in it, as far as it can be read."""
         return tuple(frame.moved.request.trajectory for frame in self.frames() if frame.moved is not None)
 
-    def discard(self) -> None:
-        """Take the name away; the memory goes when its last user does."""
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
-
-    @classmethod
-    def _shared(cls, size: int) -> Bundle:
-        memory = Path("/dev/shm")  # noqa: S108
-        folder = memory if memory.is_dir() else Path(tempfile.gettempdir())
-        path = folder / f"dora-rl-kv-{uuid.uuid4().hex}"
-        file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-        try:
-            os.ftruncate(file, size)
-            owner = mmap.mmap(file, size)
-        except OSError as error:
-            path.unlink(missing_ok=True)
-            raise BundleError(f"no room for a bundle of {size:,} bytes in {folder}: {error.strerror}") from error
-        finally:
-            os.close(file)
-        return cls(memoryview(owner), owner, path)
+    def taken(self) -> None:
+        """Imported, or given up: once nobody holds this object any more, its memory may be used again."""
+        self._taken = True
 
 
 def _frame(header: bytes, kv: memoryview, digest: bytes, index: int) -> Frame:

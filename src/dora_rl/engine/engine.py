@@ -42,6 +42,7 @@ from dora_rl.engine.moving import pack, unpack
 from dora_rl.engine.requests import Finished, Request, StepOutput, StopReason, Tokens
 from dora_rl.engine.runner import runner_factory
 from dora_rl.engine.scheduler import Scheduler, Stats
+from dora_rl.engine.segments import Segments
 from dora_rl.engine.sequence import Sequence
 from dora_rl.engine.slots import Loading, Slot
 
@@ -91,6 +92,7 @@ class Engine:
             for index in range(config.slots)
         ]
         self._scheduler = Scheduler(self._cache, [slot.batch for slot in self.slots], config, self._report)
+        self._segments = Segments()
         self._sequences: dict[TrajectoryId, Sequence] = {}
         self._arrivals = 0
         self._tokens: list[Tokens] = []
@@ -142,7 +144,7 @@ class Engine:
         leaving = [self._sequence(trajectory) for trajectory in trajectories]
         for sequence in leaving:
             self._scheduler.flush(sequence)
-        bundle = pack(leaving, self._cache, shared=shared)
+        bundle = pack(leaving, self._cache, self._segments if shared else None)
         for sequence in leaving:
             self._scheduler.drop(sequence)
             del self._sequences[sequence.request.trajectory]
@@ -168,7 +170,7 @@ class Engine:
             else:
                 self._scheduler.adopt(sequence)
             arrived.append(sequence.request.trajectory)
-        bundle.discard()
+        bundle.taken()
         self._scheduler.stats.imported += len(arrived)
         return tuple(arrived), tuple(errors)
 

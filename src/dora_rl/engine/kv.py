@@ -6,6 +6,9 @@ one copy whether it goes to the host, to another block or into a bundle.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import mmap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -16,8 +19,6 @@ from dora_rl.core.errors import MemoryCapError, ModelError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-ALIGNMENT = 64  # a cache line
 
 
 class KvShape(NamedTuple):
@@ -67,8 +68,12 @@ class KvCache:
             raise MemoryCapError(
                 f"kv_bytes is {cap:,}, but one block of {shape.block_size} tokens takes {shape.block_bytes:,} bytes"
             )
-        # Memory of the CPU is not touched before a block is used, so a large cap costs nothing by itself.
-        self.data = torch.empty((count, *shape.block), dtype=getattr(torch, shape.dtype), device=device)
+        dtype = getattr(torch, shape.dtype)
+        if device.type == "cpu":
+            flat = torch.frombuffer(_lazy_memory(count * shape.block_bytes), dtype=torch.uint8)
+            self.data = flat.view(dtype).view((count, *shape.block))
+        else:
+            self.data = torch.empty((count, *shape.block), dtype=dtype, device=device)
 
     @property
     def count(self) -> int:
@@ -76,12 +81,12 @@ class KvCache:
 
     def copy(self, source: int, target: int) -> None:
         """The whole of one block into another."""
-        self.data[target].copy_(self.data[source])
+        _copy(self.data[source], self.data[target])
 
     def gather(self, blocks: Sequence[int], tokens: int, out: torch.Tensor) -> None:
         """The first `tokens` tokens of these blocks into `out`; what lies behind them is zero."""
         for index, block in enumerate(blocks):
-            out[index].copy_(self.data[block])
+            _copy(self.data[block], out[index])
         used = tokens % self.shape.block_size
         if used:
             out[len(blocks) - 1, :, :, used:].zero_()
@@ -89,7 +94,11 @@ class KvCache:
     def scatter(self, source: torch.Tensor, blocks: Sequence[int]) -> None:
         """Back into blocks."""
         for index, block in enumerate(blocks):
-            self.data[block].copy_(source[index])
+            _copy(source[index], self.data[block])
+
+    def copy_all(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Blocks on the host to another place on the host."""
+        _copy(source, target)
 
     def host(self, blocks: int) -> torch.Tensor:
         """Host memory for so many blocks."""
@@ -99,3 +108,21 @@ class KvCache:
         """Blocks that lie in somebody's memory, as a tensor over that memory."""
         flat = torch.frombuffer(memory, dtype=torch.uint8, count=blocks * self.shape.block_bytes)
         return flat.view(self.data.dtype).view((blocks, *self.shape.block))
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    """One piece of memory to another; on the CPU in this thread, since waking others costs more than it saves."""
+    if source.device.type == target.device.type == "cpu":
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+    else:
+        target.copy_(source)
+
+
+def _lazy_memory(size: int) -> mmap.mmap:
+    """Memory that costs nothing before it is used, in large pages where the system has them."""
+    memory = mmap.mmap(-1, size)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # Not every kernel has them; it is a hint, and all works without.
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory

@@ -12,10 +12,11 @@ from dora_rl.engine.kv import KvCache
 from dora_rl.engine.sequence import Sequence
 
 if TYPE_CHECKING:
+    from dora_rl.engine.segments import Segments
     from dora_rl.engine.slots import Slot
 
 
-def pack(leaving: list[Sequence], cache: KvCache, *, shared: bool) -> Bundle:
+def pack(leaving: list[Sequence], cache: KvCache, segments: Segments | None) -> Bundle:
     """A bundle of flushed sequences; KV goes by one copy from the cache, or from the host, into its place."""
     moved, sizes = [], []
     for sequence in leaving:
@@ -31,14 +32,14 @@ def pack(leaving: list[Sequence], cache: KvCache, *, shared: bool) -> Bundle:
             )
         )
         sizes.append(cache.shape.blocks(sequence.computed) * cache.shape.block_bytes)
-    bundle, frames = Bundle.lay_out(moved, sizes, shared=shared)
+    bundle, frames = Bundle.lay_out(moved, sizes, segments)
     for sequence, frame in zip(leaving, frames, strict=True):
         blocks = cache.shape.blocks(sequence.computed)
         if not blocks:
             continue
         place = cache.read(frame.kv, blocks)
         if sequence.host is not None:
-            place.copy_(sequence.host)
+            cache.copy_all(sequence.host, place)
         else:
             cache.gather(sequence.blocks[:blocks], sequence.computed, place)
     return bundle

@@ -174,13 +174,11 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Start waiting requests, in order, while there are rows and blocks for their prompts."""
-        left = []
-        full = False
-        for sequence in self.waiting:
-            if full or self.running >= self._config.max_requests:
-                full = True
-                left.append(sequence)
-                continue
+        left: list[Sequence] = []
+        for index, sequence in enumerate(self.waiting):
+            if self.running >= self._config.max_requests:
+                left += self.waiting[index:]
+                break
             key = self._key(sequence)
             if self.prompts.busy(key):
                 left.append(sequence)
@@ -188,9 +186,8 @@ class Scheduler:
             shared = self.prompts.blocks(key)
             needed = self.cache.shape.blocks(sequence.length) - (len(shared) if shared else 0) + 1
             if not self._spare(needed):
-                full = True
-                left.append(sequence)
-                continue
+                left += self.waiting[index:]
+                break
             # Making room may have cost the shared prompt itself.
             self._start(sequence, key, self.prompts.blocks(key))
         self.waiting = left

@@ -129,8 +129,8 @@ static void project_qkv(const Model& m, const Layer& l, int R, const Scratch& s,
         const float* w = part == 0 ? l.q : part == 1 ? l.k : l.v;
         const float* bias = part == 0 ? l.q_bias : part == 1 ? l.k_bias : l.v_bias;
         int n0 = index * piece, n1 = n0 + piece < columns ? n0 + piece : columns;
-        product(R, normed, w, m.hidden, n0, n1, [&](int r, int n, float v) {
-            s.qkv[int64_t(r) * qkv + offset + n] = bias ? v + bias[n] : v;
+        product(R, normed, w, m.hidden, n0, n1, [&](int r, int n, vec4 v, int count) {
+            store4(s.qkv + int64_t(r) * qkv + offset + n, bias ? v + load4(bias + n, count) : v, count);
         });
     });
 }
@@ -173,8 +173,8 @@ static void attention_half(const Model& m, const Layer& l, int layer, const Cach
     });
     auto attended = [&](int r) { return s.attended + int64_t(r) * q_size; };
     in_pieces(round, m.hidden, threads, [&](int n0, int n1) {
-        product(R, attended, l.o, q_size, n0, n1, [&](int r, int n, float v) {
-            s.hidden[int64_t(r) * m.hidden + n] += l.o_bias ? v + l.o_bias[n] : v;
+        product(R, attended, l.o, q_size, n0, n1, [&](int r, int n, vec4 v, int count) {
+            add4(s.hidden + int64_t(r) * m.hidden + n, l.o_bias ? v + load4(l.o_bias + n, count) : v, count);
         });
     });
 }
@@ -183,8 +183,8 @@ static void attention_half(const Model& m, const Layer& l, int layer, const Cach
 template <class XAt>
 static void gated(int rows, XAt x_at, const float* gate, const float* up, int depth, int n0, int n1, float* inner,
                   float* upper, int64_t stride) {
-    product(rows, x_at, gate, depth, n0, n1, [&](int r, int n, float v) { inner[r * stride + n] = v; });
-    product(rows, x_at, up, depth, n0, n1, [&](int r, int n, float v) { upper[r * stride + n] = v; });
+    product(rows, x_at, gate, depth, n0, n1, [&](int r, int n, vec4 v, int count) { store4(inner + r * stride + n, v, count); });
+    product(rows, x_at, up, depth, n0, n1, [&](int r, int n, vec4 v, int count) { store4(upper + r * stride + n, v, count); });
     for (int r = 0; r < rows; r++) {
         float *g = inner + r * stride, *u = upper + r * stride;
         int n = n0;
@@ -201,7 +201,7 @@ static void dense_half(const Model& m, const Layer& l, int R, const Scratch& s, 
     });
     in_pieces(round, m.hidden, threads, [&](int n0, int n1) {
         product(R, inner, l.down, m.inner, n0, n1,
-                [&](int r, int n, float v) { s.hidden[int64_t(r) * m.hidden + n] += v; });
+                [&](int r, int n, vec4 v, int count) { add4(s.hidden + int64_t(r) * m.hidden + n, v, count); });
     });
 }
 
@@ -213,7 +213,7 @@ static void sparse_half(const Model& m, const Layer& l, int layer, const Rows& r
     round.each(R, [&](int r) {
         float* scores = s.router + int64_t(r) * m.experts;
         product(1, [&](int) { return s.normed + int64_t(r) * H; }, l.router, H, 0, m.experts,
-                [&](int, int n, float v) { scores[n] = v; });
+                [&](int, int n, vec4 v, int count) { store4(scores + n, v, count); });
         route(m, scores, s.chosen + r * used, s.weight + r * used);
         if (rows.routed)
             for (int i = 0; i < used; i++)
@@ -239,9 +239,10 @@ static void sparse_half(const Model& m, const Layer& l, int layer, const Rows& r
     round.each(m.experts * out_pieces, [&](int job) {
         int e = job / out_pieces, n0 = job % out_pieces * piece, start = s.expert_start[e];
         product(s.expert_start[e + 1] - start, [&](int i) { return s.inner + int64_t(start + i) * I; },
-                l.experts_down + int64_t(e) * H * I, I, n0, n0 + piece < H ? n0 + piece : H, [&](int i, int n, float v) {
+                l.experts_down + int64_t(e) * H * I, I, n0, n0 + piece < H ? n0 + piece : H,
+                [&](int i, int n, vec4 v, int count) {
                     int pick = s.by_expert[start + i];
-                    s.mixed[int64_t(pick) * H + n] = v * s.weight[pick];
+                    store4(s.mixed + int64_t(pick) * H + n, v * s.weight[pick], count);
                 });
     });
     round.each(R, [&](int r) {
@@ -271,7 +272,7 @@ static void all_layers(const Model& m, const Cache& cache, const Rows& rows, con
     round.each(rows.logit_count, [&](int i) { rms_norm(hidden(rows.logit_row[i]), m.norm, m.eps, m.hidden, normed(i)); });
     in_pieces(round, m.vocab, threads, [&](int n0, int n1) {
         product(rows.logit_count, normed, m.head, m.hidden, n0, n1,
-                [&](int i, int n, float v) { rows.logits[int64_t(i) * m.vocab + n] = v; });
+                [&](int i, int n, vec4 v, int count) { store4(rows.logits + int64_t(i) * m.vocab + n, v, count); });
     });
 }
 

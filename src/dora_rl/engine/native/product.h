@@ -3,41 +3,60 @@
 #include "vectors.h"
 
 #if defined(__AVX512F__)
-constexpr int NR = 6;
+constexpr int MR = 6;
 #else
-constexpr int NR = 3;
+constexpr int MR = 3;
 #endif
-constexpr int MR = 4;
-constexpr int M_BLOCK = 128;  // rows of x that stay in the second-level cache
+constexpr int NR = 4;  // weight rows of a tile: their four sums are one short vector, stored at once
+constexpr int M_BLOCK = 126;  // rows of x that stay in the second-level cache
 
-// out[n] = the products of MR rows of x with weight row n, for NR weight rows.
-template <int ROWS, int COLS>
+// out[m] = the products of row m of x with NR rows of w.
+template <int ROWS>
 static inline void tile(const float* const* x, const float* const* w, int depth, vec4* out) {
-    vec acc[ROWS][COLS] = {};
+    vec acc[ROWS][NR] = {};
     for (int k = 0; k < depth; k += W) {
-        vec b[COLS];
-        for (int n = 0; n < COLS; n++) b[n] = load(w[n] + k);
+        vec b[NR];
+        for (int n = 0; n < NR; n++) b[n] = load(w[n] + k);
         for (int m = 0; m < ROWS; m++) {
             vec a = load(x[m] + k);
-            for (int n = 0; n < COLS; n++) acc[m][n] += a * b[n];
+            for (int n = 0; n < NR; n++) acc[m][n] += a * b[n];
         }
     }
-    for (int n = 0; n < COLS; n++)
-        out[n] = sums(acc[0][n], ROWS > 1 ? acc[ROWS > 1 ? 1 : 0][n] : vec{}, ROWS > 2 ? acc[ROWS > 2 ? 2 : 0][n] : vec{},
-                      ROWS > 3 ? acc[ROWS > 3 ? 3 : 0][n] : vec{});
+    for (int m = 0; m < ROWS; m++) out[m] = sums(acc[m][0], acc[m][1], acc[m][2], acc[m][3]);
 }
 
-template <int COLS>
 static inline void tile_rows(int rows, const float* const* x, const float* const* w, int depth, vec4* out) {
     switch (rows) {
-        case 1: return tile<1, COLS>(x, w, depth, out);
-        case 2: return tile<2, COLS>(x, w, depth, out);
-        case 3: return tile<3, COLS>(x, w, depth, out);
-        default: return tile<4, COLS>(x, w, depth, out);
+        case 1: return tile<1>(x, w, depth, out);
+        case 2: return tile<2>(x, w, depth, out);
+        case 3: return tile<3>(x, w, depth, out);
+#if defined(__AVX512F__)
+        case 4: return tile<4>(x, w, depth, out);
+        case 5: return tile<5>(x, w, depth, out);
+        default: return tile<6>(x, w, depth, out);
+#endif
     }
 }
 
-// put(m, n, value) for all m < rows and n0 <= n < n1, value = x[m] . w[n]. x_at(m) gives row m.
+// The first `count` of four neighbouring numbers.
+static inline void store4(float* p, vec4 v, int count) {
+    if (count == NR) *reinterpret_cast<vec4_at*>(p) = v;
+    else
+        for (int i = 0; i < count; i++) p[i] = v[i];
+}
+static inline void add4(float* p, vec4 v, int count) {
+    if (count == NR) *reinterpret_cast<vec4_at*>(p) += v;
+    else
+        for (int i = 0; i < count; i++) p[i] += v[i];
+}
+static inline vec4 load4(const float* p, int count) {
+    vec4 v = {};
+    for (int i = 0; i < count; i++) v[i] = p[i];
+    return v;
+}
+
+// put(m, n, values, count) for all m < rows and the columns n0 <= n < n1, four or fewer at once, values = x[m] . w[n ...].
+// x_at(m) gives row m.
 template <class XAt, class Put>
 static inline void product(int rows, XAt x_at, const float* w, int depth, int n0, int n1, Put put) {
     for (int block = 0; block < rows; block += M_BLOCK) {
@@ -46,8 +65,8 @@ static inline void product(int rows, XAt x_at, const float* w, int depth, int n0
             int cols = n + NR <= n1 ? NR : n1 - n;
             const float* wp[NR];
             for (int i = 0; i < NR; i++) wp[i] = w + int64_t(n + (i < cols ? i : 0)) * depth;
-            // While these weights are multiplied, the next ones are on their way from memory. With few rows the machine's own
-            // prefetching is ahead of us.
+            // While these weights are multiplied, the next ones are on their way from memory. With few rows the machine's
+            // own prefetching is ahead of us.
             const char* ahead = reinterpret_cast<const char*>(w + int64_t(n + NR) * depth);
             const int64_t bytes = n + NR < n1 && end - block > 2 * MR ? int64_t(NR) * depth * sizeof(float) : 0;
             const int64_t share = bytes / ((end - block + MR - 1) / MR) + 64;
@@ -57,10 +76,9 @@ static inline void product(int rows, XAt x_at, const float* w, int depth, int n0
                 for (int64_t at = from; at < to; at += 64) __builtin_prefetch(ahead + at, 0, 2);
                 const float* xp[MR];
                 for (int i = 0; i < some; i++) xp[i] = x_at(m + i);
-                vec4 out[NR];
-                tile_rows<NR>(some, xp, wp, depth, out);
-                for (int j = 0; j < cols; j++)
-                    for (int i = 0; i < some; i++) put(m + i, n + j, out[j][i]);
+                vec4 out[MR];
+                tile_rows(some, xp, wp, depth, out);
+                for (int i = 0; i < some; i++) put(m + i, n, out[i], cols);
             }
         }
     }
