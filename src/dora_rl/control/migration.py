@@ -61,7 +61,7 @@ def _distribute(
     """Place the wanted requests one by one, each on the emptiest target, until one does not fit."""
     heap: list[tuple[float, int, Slot]] = []
     planned: dict[int, tuple[int, int]] = {}  # what each target has been given so far: requests, tokens
-    candidates = [slot for slot in targets if slot is not source and slot.open]
+    candidates = [slot for slot in targets if slot.instance is not source.instance and slot.open]
     for number, slot in enumerate(candidates):
         heap.append((slot.instance.load, number, slot))
         planned[number] = (0, 0)
@@ -95,7 +95,9 @@ def _distribute(
 
 def spread(target: Slot, sources: Sequence[Slot], share: float) -> list[PlannedMove]:
     """Moves that bring `target` an even part of its version's requests, the longest-running ones first."""
-    donors = [slot for slot in sources if slot is not target and slot.loading is None and slot.requests]
+    donors = [
+        slot for slot in sources if slot.instance is not target.instance and slot.loading is None and slot.requests
+    ]
     if not donors:
         return []
     even = sum(len(slot.requests) for slot in donors) // (len(donors) + 1)

@@ -19,7 +19,7 @@ from typing import Any
 from dora_rl.control.config import ControlConfig
 from dora_rl.control.context import Context
 from dora_rl.control.explain import Explainer
-from dora_rl.control.fleet import Instance
+from dora_rl.control.fleet import Instance, Slot
 from dora_rl.control.modes import make_mode
 from dora_rl.control.partition import Partition
 from dora_rl.control.rollout import Rollout
@@ -29,7 +29,7 @@ from dora_rl.control.training import TrainerStage, Training
 from dora_rl.core import events as e
 from dora_rl.core.commands import Command, EvictInstance, Stalled
 from dora_rl.core.errors import ConfigError
-from dora_rl.core.nouns import SECOND, InstanceSpec, Nanoseconds, Version
+from dora_rl.core.nouns import SECOND, InstanceSpec, Nanoseconds, SlotId, Version
 
 
 class Orchestrator:
@@ -81,6 +81,7 @@ class Orchestrator:
             context.moved_at = now
             context.wait(Wait.REBALANCE, self.config.rebalance_seconds)
             context.wait(Wait.STALL, self.config.deadlines.stall)
+            self._training.expect()
         while (timer := context.timers.pop_due(now)) is not None:
             self._expire(timer)
         if self._handlers[type(event)](event):
@@ -147,29 +148,41 @@ class Orchestrator:
         if self._training.collect():
             self._pause(paused=True)
         partition.notice_rollout_version()
-        # Filling and moving touch further slots, so look until all is at rest; explain what was seen at the end.
-        seen = dict(rollout.touched)
-        while rollout.touched:
+        # What is done for one slot can touch others, so look until all is at rest; explain at the end what was seen.
+        seen: dict[SlotId, Slot] = {}
+        while True:
             touched, rollout.touched = rollout.touched, {}
-            seen.update(touched)
-            for slot in touched.values():
-                if slot.instance.lost:
-                    continue
-                if slot.empty or slot.version is None:
-                    partition.fill(slot)
-                if slot.serving is not None and slot.version == self._context.rollout_version():
-                    rollout.offer_room(slot)
-                elif slot.version is not None and slot.loading is None:
-                    partition.consolidate(slot.version)
-        if rollout.waiting:
-            partition.find_slots_for_waiting()
+            seen |= touched
             rollout.resume_waiting()
-        if self._rebalance:
-            self._rebalance = False
-            partition.rebalance()
+            for slot in touched.values():
+                if not slot.instance.lost:
+                    self._look_at(slot)
+            partition.find_slots_for_waiting()
+            if self._rebalance:
+                self._rebalance = False
+                partition.rebalance()
+            if not rollout.touched:
+                break
         rollout.admit()
         partition.retire()
-        self._explainer.explain(seen | rollout.touched)
+        seen |= rollout.touched
+        rollout.touched = {}
+        self._explainer.explain(seen)
+
+    def _look_at(self, slot: Slot) -> None:
+        """The slot's load has changed: fill it if it is empty, offer its room, or see whether it can be spared."""
+        if slot.empty:
+            self._partition.fill(slot)
+        self._offer_room(slot.instance)
+        if slot.serving is not None and slot.version != self._context.rollout_version():
+            self._partition.consolidate(slot.serving)
+
+    def _offer_room(self, instance: Instance) -> None:
+        """Room is shared by the slots of an instance: what one frees, another may use."""
+        version = self._context.rollout_version()
+        for slot in instance.slots:
+            if slot.serving is not None and slot.version == version:
+                self._rollout.offer_room(slot)
 
     def _pause(self, *, paused: bool) -> None:
         """Instances on the trainer's devices stop while it computes."""

@@ -26,7 +26,7 @@ from dora_rl.control.placement import RULES, Facts, Targets, VersionFacts
 from dora_rl.control.rollout import Rollout
 from dora_rl.control.timers import Wait
 from dora_rl.control.training import Training
-from dora_rl.core.commands import LoadVersion, Retire
+from dora_rl.core.commands import LoadVersion, Retire, UnloadSlot
 from dora_rl.core.errors import IntegrityError
 from dora_rl.core.events import SlotLoaded
 from dora_rl.core.nouns import SECOND, DecodeCost, InstanceSpec, Nanoseconds, SlotId, Version
@@ -129,10 +129,18 @@ class Partition:
         """Give an empty slot the version that needs it most."""
         if slot.loading is not None or slot.instance.paused or not slot.empty:
             return
-        slot.leaving = False
+        if slot.leaving:
+            slot.leaving = False
+            self._rollout.touch(slot)  # waiting requests of its version may come now
+        if slot.version is not None and slot.version in self._rollout.waiting:
+            return  # it takes those as soon as its instance has room
         version = self._wanted(slot)
-        if version is not None and version != slot.version:
+        if version is not None:
             self._load(slot, version)
+        elif slot.version not in (None, self._rollout_version):
+            # A spare slot holds nothing, so that old weights are freed.
+            self._context.fleet.end_load(slot, None)
+            self._context.say(UnloadSlot(slot=slot.id))
 
     def find_slots_for_waiting(self) -> None:
         """A version with waiting requests and no slot takes over one of the rollout version's."""
@@ -234,7 +242,8 @@ class Partition:
         for version in self._homeless():
             return self._rollout.serving(version)
         for version, target in sorted(self._targets.items()):
-            if self._rollout.requests.get(version) and len(fleet.of(version)) < target and version != slot.version:
+            short = self._rollout.requests.get(version, 0) and len(fleet.of(version)) < target
+            if short and not slot.instance.offers(version):
                 return version
         rollout_version = self._rollout_version
         if rollout_version is None or slot.instance.offers(rollout_version):
@@ -246,6 +255,8 @@ class Partition:
         context.fleet.begin_load(slot, version)
         slot.told = None
         self._loading_since[slot.id] = context.now
+        for sibling in slot.instance.slots:
+            self._rollout.touch(sibling)  # what the instance offers has changed
         context.say(LoadVersion(slot=slot.id, version=version, in_flight=in_flight))
         context.wait(Wait.LOAD, context.config.deadlines.load, slot.id, context.now)
 

@@ -24,7 +24,7 @@ from dora_rl.control.ledger import GroupState, Stage, TrajectoryState
 from dora_rl.control.migration import PlannedMove
 from dora_rl.control.predict import LengthPredictor
 from dora_rl.control.timers import Wait
-from dora_rl.core.commands import Abort, FetchPrompts, GroupFailed, Move, Resume, Score, StartGroup
+from dora_rl.core.commands import Abort, FailTrajectory, FetchPrompts, GroupFailed, Move, Resume, Score, StartGroup
 from dora_rl.core.errors import IntegrityError
 from dora_rl.core.events import Generated, Moved, MoveFailed, Progress
 from dora_rl.core.nouns import SECOND, Attempt, InstanceId, Nanoseconds, SlotId, TrajectoryId, Version
@@ -94,6 +94,7 @@ class Rollout:
             self._dequeue(trajectory)
         self._abort(trajectory)
         self._remove(trajectory)
+        self._context.say(FailTrajectory(trajectory=trajectory_id, reason=reason))
         self._announce(self._context.ledger.fail(trajectory, reason))
         return True
 
@@ -105,6 +106,8 @@ class Rollout:
         self._context.fleet.park(trajectory, parked=parked)
         self._heard(trajectory.slot.id.instance, kv_tokens)
         self.touch(trajectory.slot)
+        if trajectory.target is not None:
+            self.touch(trajectory.target)
         if parked:
             self._context.wait(Wait.TOOL, self._context.config.deadlines.tool, trajectory_id, attempt)
         return True
@@ -279,7 +282,7 @@ class Rollout:
             context.fleet.place(trajectory, slot)
         slot.instance.kv_tokens += prompt.tokens + context.config.group_size
         self.requests[version] = self.requests.get(version, 0) + context.config.group_size
-        slot.told = None
+        self.touch(slot)
         context.say(StartGroup(group=group.id, prompt=prompt, version=version, slot=slot.id))
         self.offer_room(slot)
 
@@ -292,7 +295,9 @@ class Rollout:
         if loading:
             requests = self.requests.get(version, 0) + allowance * size
             even = max(size, math.ceil(requests / len(context.fleet.of(version))))
-        while self._room:
+        full: list[tuple[float, int, Slot]] = []
+        chosen: Slot | None = None
+        while self._room and chosen is None:
             load, number, slot = self._room[0]
             instance = slot.instance
             if instance.lost or slot.version != version or not slot.open:
@@ -301,12 +306,16 @@ class Rollout:
                 heapq.heapreplace(self._room, (instance.load, number, slot))
             elif not instance.has_room(size, self._admission_tokens(instance, prompt_tokens), share):
                 heapq.heappop(self._room)
-            elif len(slot.requests) + size > even and slot.requests:
-                return None
+            elif slot.requests and len(slot.requests) + size > even:
+                if instance.active:
+                    break  # the others are at least as full
+                full.append(heapq.heappop(self._room))
             else:
                 heapq.heappop(self._room)
-                return slot
-        return None
+                chosen = slot
+        for entry in full:
+            heapq.heappush(self._room, entry)
+        return chosen
 
     def _admission_tokens(self, instance: Instance, prompt_tokens: int) -> int:
         """KV that a new group will soon need, with the near growth of what runs there already."""
@@ -334,7 +343,7 @@ class Rollout:
         slot.instance.kv_tokens += trajectory.context
         version = trajectory.group.version
         self.requests[version] = self.requests.get(version, 0) + 1
-        slot.told = None
+        self.touch(slot)
         context.say(
             Resume(
                 trajectory=trajectory.id,

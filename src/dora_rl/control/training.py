@@ -54,6 +54,10 @@ class Training:
 
     # -- the trainer's life -----------------------------------------------------------------------------------
 
+    def expect(self) -> None:
+        """The run begins: a trainer is due."""
+        self._enter(TrainerStage.ABSENT, "no trainer came within deadlines.train")
+
     def ready(self, version: Version) -> None:
         """A trainer is there with the weights of a version."""
         context = self._context

@@ -36,6 +36,12 @@ class LoadVersion(Command, frozen=True, kw_only=True):
     """Running requests stay and go on under the new weights (mode `partial` only)."""
 
 
+class UnloadSlot(Command, frozen=True, kw_only=True):
+    """The slot serves nothing from now on: let go of its weights."""
+
+    slot: SlotId
+
+
 class StartGroup(Command, frozen=True, kw_only=True):
     """Generate a group: the siblings are `group * group_size + 0 .. group_size - 1`, all at attempt 0."""
 
@@ -108,6 +114,13 @@ class Retire(Command, frozen=True, kw_only=True):
     version: Version
 
 
+class FailTrajectory(Command, frozen=True, kw_only=True):
+    """Verdict: this trajectory won't be finished; its siblings go on without it."""
+
+    trajectory: TrajectoryId
+    reason: str
+
+
 class GroupFailed(Command, frozen=True, kw_only=True):
     """Verdict: too few siblings survived; the group won't be trained."""
 
@@ -150,6 +163,7 @@ class Stalled(Command, frozen=True, kw_only=True):
 AnyCommand = (
     FetchPrompts
     | LoadVersion
+    | UnloadSlot
     | StartGroup
     | Resume
     | Move
@@ -159,6 +173,7 @@ AnyCommand = (
     | Apply
     | Publish
     | Retire
+    | FailTrajectory
     | GroupFailed
     | EvictInstance
     | RestartTrainer

@@ -1,0 +1,73 @@
+"""The least time that a step can take, whatever is decided: what a schedule is measured by.
+
+A step can't be shorter than any of
+
+- the trainer's time: its FLOPs on its devices, and its fixed part;
+- the tokens of a step at the peak rate of all instances; devices that train do not generate meanwhile;
+- the longest trajectory alone on an instance, divided by K + 1, since so many steps may overlap it.
+
+With K = 0 nothing overlaps: rollout and training add up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dora_rl.sim.config import Layout, SimConfig
+from dora_rl.sim.costs import Costs
+from dora_rl.sim.workload import Source
+from dora_rl.sim.world import divide
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowerBound:
+    """Seconds, by what binds."""
+
+    trainer: float
+    tokens: float
+    longest: float
+    serial: bool
+    """Rollout and training can't overlap: K is 0."""
+
+    @property
+    def seconds(self) -> float:
+        if self.serial:
+            return self.trainer + max(self.tokens, self.longest)
+        return max(self.trainer, self.tokens, self.longest)
+
+    @property
+    def binds(self) -> str:
+        """The resource that sets the bound."""
+        return max(("trainer", "tokens", "longest"), key=lambda name: float(getattr(self, name)))
+
+
+def lower_bound(config: SimConfig, layout: Layout, *, staleness: int, tokens: float, longest: float) -> LowerBound:
+    """The bound for steps of so many response tokens whose longest trajectory has `longest`."""
+    costs = Costs(config)
+    control = config.control
+    trainer_devices, sharing, dedicated = divide(config, layout)
+    prompts = config.workload.prompt_tokens
+    trained = tokens + prompts * control.groups_per_step * control.group_size
+    trainer = (
+        costs.train(int(trained), trainer_devices) + config.trainer.fixed_seconds + config.trainer.publish_seconds
+    )
+    rate = costs.peak_rate(prompts + mean_context(config))
+    serial = staleness == 0
+    # While they train, shared devices do not generate; with K = 0 that is added anyway.
+    lost = 0.0 if serial else sharing * rate * trainer
+    return LowerBound(
+        trainer=trainer,
+        tokens=(tokens + lost) / (rate * (sharing + dedicated)),
+        longest=costs.alone(int(longest), prompts) / (staleness + 1),
+        serial=serial,
+    )
+
+
+def mean_context(config: SimConfig) -> float:
+    """Response tokens that a running request holds, averaged over time: E[L^2] / (2 E[L])."""
+    control = config.control
+    source = Source(config.workload, control.group_size, control.max_response_tokens, config.seed)
+    lengths = source.sample(min(512, 4 * control.groups_per_step)).astype(np.float64)
+    return float((lengths**2).mean() / (2 * lengths.mean()))

@@ -1,0 +1,288 @@
+"""A simulated rollout instance: continuous batching as a fluid.
+
+All requests of an instance advance together, one token per decode step, so the instance keeps one counter of steps
+and each request the count at which its turn ends. Between two changes of the batch the time of n steps is a closed
+form, since the context grows by one token per request and step:
+
+    seconds(n) = n * a + n^2 * c     a: the step now,   c: half the KV growth per step
+
+On lock-step ranks the fullest rank sets the pace; which one that is, is looked up whenever the batch changes.
+
+An instance is in exactly one state: paused (its devices train), stalled (prefill, re-prefill, load under running
+requests), or decoding. Times are nanoseconds.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+from dora_rl.core.accounting import Activity, TimeAccount
+from dora_rl.core.labels import Because, Cause, Label
+from dora_rl.core.nouns import SECOND, Attempt, InstanceSpec, Nanoseconds, TrajectoryId, Version, nanoseconds
+from dora_rl.sim.costs import Costs
+from dora_rl.sim.workload import Turn
+
+_STARTING = Cause(because=Because.STARTING)
+
+
+@dataclass(slots=True, eq=False)
+class SimRequest:
+    """A trajectory under way."""
+
+    trajectory: TrajectoryId
+    attempt: Attempt
+    turns: list[Turn]
+    context: float
+    """Tokens of KV, as of the last time it left or joined a batch."""
+    remaining: float
+    """Tokens to the end of its turn, as of then."""
+    turn: int = 0
+    slot: int = 0
+    rank: int = 0
+    joined: float = 0.0
+    """The instance's step count when it joined the batch."""
+    ticket: int = 0
+    """Names its stay in the batch of `home`; 0: not in a batch."""
+    home: SimInstance | None = field(default=None, repr=False)
+    parked: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class SimSlot:
+    """One slot's side of the books."""
+
+    account: TimeAccount
+    version: Version | None = None
+    loading: bool = False
+    active: int = 0
+    transfers: int = 0
+    cause: Cause = field(default=_STARTING)
+
+
+class SimInstance:
+    """One rollout engine on the virtual clock."""
+
+    def __init__(self, spec: InstanceSpec, costs: Costs, now: Nanoseconds, *, keep_segments: bool) -> None:
+        self.spec = spec
+        self.paused = False
+        self.requests: dict[TrajectoryId, SimRequest] = {}
+        self.generation = 0
+        """Changes whenever the next wake-up does."""
+        self.swaps = 0
+        self.slot_list = [
+            SimSlot(TimeAccount(now, Activity(Label.IDLE, None, _STARTING), keep_segments=keep_segments))
+            for _ in range(spec.slots)
+        ]
+        self._costs = costs
+        self._steps = 0.0
+        self._since = now
+        self._active = 0
+        self._offsets = [0.0] * costs.ranks
+        self._counts = [0] * costs.ranks
+        self._finishing: list[tuple[float, int, SimRequest]] = []
+        self._ticket = 0
+        self._swapped: deque[SimRequest] = deque()
+        self._stalls: deque[tuple[Label, Nanoseconds]] = deque()
+        self._stall_end: Nanoseconds | None = None
+        self._stall_label = Label.PREFILL
+
+    # -- load -------------------------------------------------------------------------------------------------
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens of KV on the devices."""
+        return int(sum(self._offsets) + self._active * self._steps)
+
+    def tokens(self, now: Nanoseconds) -> dict[TrajectoryId, int]:
+        """Context beyond the prompt is what matters to planners; it is reported as response tokens."""
+        self.advance(now)
+        steps = self._steps
+        result = {}
+        for trajectory, request in self.requests.items():
+            done = steps - request.joined if request.ticket else 0.0
+            before = sum(turn.tokens for turn in request.turns[: request.turn])
+            result[trajectory] = before + int(request.turns[request.turn].tokens - request.remaining + done)
+        return result
+
+    # -- time -------------------------------------------------------------------------------------------------
+
+    def advance(self, now: Nanoseconds) -> None:
+        """Decode up to `now`."""
+        elapsed = (now - self._since) / SECOND
+        self._since = now
+        if elapsed <= 0 or self.paused or self._stall_end is not None or not self._active:
+            return
+        a, c = self._pace()
+        self._steps += (math.sqrt(a * a + 4 * c * elapsed) - a) / (2 * c) if c else elapsed / a
+
+    def next_wake(self) -> Nanoseconds | None:
+        """When the state changes by itself: a stall ends, a request finishes a turn, or the KV cache is full."""
+        if self.paused:
+            return None
+        if self._stall_end is not None:
+            return self._stall_end
+        while self._finishing and not self._stays(self._finishing[0]):
+            heapq.heappop(self._finishing)
+        if not self._active:
+            return None
+        steps = max(0.0, self._finishing[0][0] - self._steps)
+        free = self.spec.kv_tokens - self.kv_tokens
+        if self._active > 1:
+            steps = min(steps, max(0.0, free / self._active))
+        a, c = self._pace()
+        return self._since + math.ceil((steps * a + steps * steps * c) * SECOND)
+
+    def wake(self, now: Nanoseconds) -> list[SimRequest]:
+        """Bring the state up to `now`; returns the requests that finished a turn and left the batch."""
+        if self._stall_end is not None and now >= self._stall_end:
+            self._since = now
+            self._stall_end = None
+            self._next_stall(now)
+            return []
+        self.advance(now)
+        done: list[SimRequest] = []
+        while self._finishing and self._finishing[0][0] <= self._steps + 1e-6:
+            entry = heapq.heappop(self._finishing)
+            if self._stays(entry):
+                request = entry[2]
+                self.leave(request)
+                request.remaining = 0.0
+                done.append(request)
+        if not done and self._active > 1 and self.kv_tokens + self._active >= self.spec.kv_tokens:
+            self._swap_out(now)
+        return done
+
+    def _stays(self, entry: tuple[float, int, SimRequest]) -> bool:
+        """The entry is about a stay that has not ended."""
+        _, ticket, request = entry
+        return request.ticket == ticket and request.home is self
+
+    def _pace(self) -> tuple[float, float]:
+        """Seconds of a step now, and half of what it grows by per step."""
+        costs = self._costs
+        versions = 1 if len(self.slot_list) == 1 else sum(1 for slot in self.slot_list if slot.active)
+        base = costs.step_base(self._active, versions)
+        steps = self._steps
+        if len(self._counts) == 1:
+            return base + costs.per_token * (self._offsets[0] + self._active * steps), costs.per_token * self._active / 2
+        context, count = max(
+            (offset + count * steps, count) for offset, count in zip(self._offsets, self._counts, strict=True)
+        )
+        return base + costs.per_token * context, costs.per_token * count / 2
+
+    # -- requests ---------------------------------------------------------------------------------------------
+
+    def join(self, request: SimRequest) -> None:
+        """The request decodes in this instance's batch from now on. Call `advance` before."""
+        self._ticket += 1
+        request.ticket = self._ticket
+        request.home = self
+        request.joined = self._steps
+        if len(self._counts) > 1:
+            request.rank = min(range(len(self._counts)), key=self._counts.__getitem__)
+        self._offsets[request.rank] += request.context - self._steps
+        self._counts[request.rank] += 1
+        self._active += 1
+        self.slot_list[request.slot].active += 1
+        heapq.heappush(self._finishing, (self._steps + request.remaining, request.ticket, request))
+
+    def leave(self, request: SimRequest) -> None:
+        """The request is in no batch any more; its context and remaining tokens are brought up to date."""
+        if not request.ticket:
+            return
+        decoded = self._steps - request.joined
+        self._offsets[request.rank] -= request.context - request.joined
+        self._counts[request.rank] -= 1
+        self._active -= 1
+        self.slot_list[request.slot].active -= 1
+        request.ticket = 0
+        request.context += decoded
+        request.remaining = max(0.0, request.remaining - decoded)
+
+    def take_out(self, request: SimRequest) -> None:
+        """The request leaves the instance."""
+        self.leave(request)
+        del self.requests[request.trajectory]
+        if request in self._swapped:
+            self._swapped.remove(request)
+
+    def _swap_out(self, now: Nanoseconds) -> None:
+        """The KV cache is full: the requests that joined last go to host memory, a twentieth of the room."""
+        target = self.spec.kv_tokens * 0.95
+        tokens = 0.0
+        running = sorted((request for request in self.requests.values() if request.ticket), key=lambda r: r.ticket)
+        while len(running) > 1 and self.kv_tokens > target:
+            request = running.pop()
+            self.leave(request)
+            self._swapped.append(request)
+            tokens += request.context
+            self.swaps += 1
+        self.stall(now, Label.MIGRATE, self._costs.swap(int(tokens)))
+
+    def swap_in(self, now: Nanoseconds) -> None:
+        """Bring back swapped requests that fit, first swapped first."""
+        while self._swapped:
+            request = self._swapped[0]
+            if self.kv_tokens + request.context > self.spec.kv_tokens * 0.95 and self._active:
+                return
+            self._swapped.popleft()
+            self.join(request)
+            self.stall(now, Label.MIGRATE, self._costs.swap(int(request.context)))
+
+    # -- stalls and pauses ------------------------------------------------------------------------------------
+
+    def stall(self, now: Nanoseconds, label: Label, seconds: float) -> None:
+        """Decoding waits for so long. Call `advance` before."""
+        duration = nanoseconds(seconds)
+        if duration <= 0:
+            return
+        if self._stalls and self._stalls[-1][0] is label:
+            self._stalls[-1] = (label, self._stalls[-1][1] + duration)
+        elif not self._stalls and self._stall_end is not None and self._stall_label is label:
+            self._stall_end += duration
+        else:
+            self._stalls.append((label, duration))
+        if self._stall_end is None and not self.paused:
+            self._next_stall(now)
+
+    def _next_stall(self, now: Nanoseconds) -> None:
+        if self._stalls:
+            self._stall_label, duration = self._stalls.popleft()
+            self._stall_end = now + duration
+
+    def pause(self, now: Nanoseconds) -> None:
+        """The devices train."""
+        self.advance(now)
+        self.paused = True
+        if self._stall_end is not None:
+            self._stalls.appendleft((self._stall_label, self._stall_end - now))
+            self._stall_end = None
+
+    def resume(self, now: Nanoseconds) -> None:
+        """The devices generate again; what had gone to host memory comes back."""
+        self._since = now
+        self.paused = False
+        if self.requests:
+            self._stalls.appendleft((Label.LOAD, nanoseconds(self._costs.switch_role(self.kv_tokens))))
+        self._next_stall(now)
+
+    # -- labels -----------------------------------------------------------------------------------------------
+
+    def relabel(self, now: Nanoseconds) -> None:
+        """Book the time from now on to what each slot is doing."""
+        for slot in self.slot_list:
+            slot.account.switch(now, self._activity(slot))
+
+    def _activity(self, slot: SimSlot) -> Activity:
+        if self.paused:
+            return Activity(Label.TRAIN, slot.version)
+        if slot.loading:
+            return Activity(Label.LOAD, slot.version)
+        if slot.active:
+            return Activity(Label.DECODE if self._stall_end is None else self._stall_label, slot.version)
+        if slot.transfers:
+            return Activity(Label.MIGRATE, slot.version)
+        return Activity(Label.IDLE, slot.version, slot.cause)

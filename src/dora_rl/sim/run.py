@@ -1,0 +1,264 @@
+"""Simulate one mode and measure it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dora_rl.control.config import ControlConfig, Deadlines, ModeName, PlacementName
+from dora_rl.control.orchestrator import Orchestrator
+from dora_rl.core.accounting import Activity, Segment
+from dora_rl.core.errors import ConfigError
+from dora_rl.core.labels import Because, Label
+from dora_rl.core.nouns import SECOND, Nanoseconds, SlotId
+from dora_rl.core.ports import drive
+from dora_rl.sim.bound import LowerBound, lower_bound
+from dora_rl.sim.config import Layout, SimConfig
+from dora_rl.sim.witness import BOUNDS
+from dora_rl.sim.world import SimWorld
+
+_NEVER = Deadlines(load=1e7, move=1e7, score=1e7, tool=1e7, heartbeat=1e7, train=1e7, stall=1e7)
+"""Nothing fails here, and simulated steps may take hours."""
+MODES: tuple[ModeName, ...] = ("sync", "one_step_off", "partial", "dora")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A mode, and what of it differs from the preset: `dora`, `dora:elastic`, `dora:proportional`, `dora:k1`."""
+
+    name: str
+    mode: ModeName
+    elastic: bool = False
+    placement: PlacementName | None = None
+    staleness: int | None = None
+
+
+def parse_variant(text: str) -> Variant:
+    """Read `mode[:option+option...]`."""
+    mode, _, options = text.partition(":")
+    found = next((name for name in MODES if name == mode), None)
+    if found is None:
+        raise ConfigError(f"unknown mode '{mode}': choose from {', '.join(MODES)}")
+    elastic, placement, staleness = False, None, None
+    for option in filter(None, options.split("+")):
+        if option == "elastic":
+            elastic = True
+        elif option == "proportional":
+            placement = "proportional"
+        elif option == "deadline":
+            placement = "deadline"
+        elif option[0] == "k" and option[1:].isdigit():
+            staleness = int(option[1:])
+        else:
+            raise ConfigError(f"unknown option '{option}' in '{text}': use elastic, deadline, proportional or kN")
+    return Variant(name=text, mode=found, elastic=elastic, placement=placement, staleness=staleness)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """What each slot and the trainer did, for drawing."""
+
+    slots: dict[SlotId, list[Segment]]
+    trainer: list[Segment]
+    moves: list[tuple[Nanoseconds, SlotId, SlotId, int]]
+    published: dict[int, Nanoseconds]
+    start: Nanoseconds
+    end: Nanoseconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """The figures of one mode, over the measured steps."""
+
+    variant: Variant
+    steps: int
+    step_seconds: float
+    tokens_per_second: float
+    """Response tokens trained, per second."""
+    occupancy: float
+    """Share of the time in which slots could generate that they decoded or prefilled."""
+    fill: float
+    """Mean share of the request room in use while decoding."""
+    idle: dict[str, float]
+    """Share of slot time idle, by cause."""
+    trainer: dict[str, float]
+    """Share of the trainer's time, by label, idle ones by cause."""
+    labels: dict[str, float]
+    """Share of slot time, by label."""
+    staleness: dict[int, float]
+    """Share of groups, by staleness."""
+    live_versions: float
+    """Versions with running requests when a version is published, mean."""
+    migrations: float
+    """Requests moved, per step."""
+    swaps: int
+    lower_bound: LowerBound
+    over_lower_bound: float
+    events: int
+    timeline: Timeline | None
+
+    @property
+    def rollout_only(self) -> float:
+        """Share of the trainer's time spent waiting for rollout."""
+        waits = (Because.ROLLOUT, Because.DEADLINE, Because.REWARD, Because.NO_PROMPTS)
+        return sum(self.trainer.get(f"idle: {cause.value}", 0.0) for cause in waits)
+
+
+def control_for(config: SimConfig, variant: Variant) -> ControlConfig:
+    """The orchestrator's config for a variant."""
+    changes: dict[str, object] = {"mode": variant.mode, "steps": None, "deadlines": _NEVER}
+    if variant.placement is not None:
+        changes["placement"] = variant.placement
+    if variant.staleness is not None:
+        changes["max_staleness"] = variant.staleness
+    return config.control.model_copy(update=changes)
+
+
+def simulate(
+    config: SimConfig,
+    variant: Variant,
+    *,
+    progress: Callable[[int], None] | None = None,
+    timeline: bool = False,
+) -> Result:
+    """Run the orchestrator of production against the simulated world."""
+    control = control_for(config, variant)
+    layout = config.elastic if variant.elastic else config.layouts[variant.mode]
+    world = Meter(config.model_copy(update={"control": control}), layout, keep_segments=timeline, progress=progress)
+    _check_instances(config, layout, len(world.instances))
+    drive(Orchestrator(control), world)
+    world.close()
+    return world.result(variant, control, layout)
+
+
+def _check_instances(config: SimConfig, layout: Layout, instances: int) -> None:
+    if not instances:
+        raise ConfigError(
+            f"'devices': {config.devices} devices ({layout.kind}) leave no room for a rollout instance of "
+            f"{config.rollout.devices}"
+        )
+
+
+class Meter(SimWorld):
+    """A simulated world that measures itself from the end of the warm-up on."""
+
+    def __init__(
+        self,
+        config: SimConfig,
+        layout: Layout,
+        *,
+        keep_segments: bool,
+        progress: Callable[[int], None] | None,
+    ) -> None:
+        super().__init__(config, layout, keep_segments=keep_segments)
+        self._progress = progress
+        self._start: Nanoseconds = 0
+        self._before: Counter[Activity] = Counter()
+        self._trainer_before: Counter[Activity] = Counter()
+        self._moves_before = 0
+        self._seen = -1
+
+    def next_event(self, wake_at):  # type: ignore[no-untyped-def]
+        arrived = super().next_event(wake_at)
+        newest = len(self.versions_live) - 1
+        if newest != self._seen:
+            self._seen = newest
+            if newest == self.config.warmup_steps:
+                self._begin()
+            if self._progress is not None:
+                self._progress(newest)
+        return arrived
+
+    def _begin(self) -> None:
+        self.close()
+        self._start = self.now
+        self._before = self._totals()
+        self._trainer_before = Counter(self.trainer.totals)
+        self._moves_before = sum(count for *_, count in self.moves)
+
+    def _totals(self) -> Counter[Activity]:
+        totals: Counter[Activity] = Counter()
+        for instance in self.instances.values():
+            for slot in instance.slot_list:
+                totals.update(slot.account.totals)
+        return totals
+
+    def result(self, variant: Variant, control: ControlConfig, layout: Layout) -> Result:
+        seconds = (self.now - self._start) / SECOND
+        first = self.config.warmup_steps
+        records = [record for step, record in self.steps.items() if step >= first and record.finished_at]
+        tokens = sum(record.tokens for record in records)
+        staleness: Counter[int] = Counter()
+        for record in records:
+            staleness.update(record.staleness)
+        groups = sum(record.groups for record in records)
+        slots = self._totals() - self._before
+        trainer = Counter(self.trainer.totals) - self._trainer_before
+        live = [count for version, count in self.versions_live.items() if version > first]
+        bound = lower_bound(
+            self.config,
+            layout,
+            staleness=BOUNDS.get(control.mode, control.max_staleness),
+            tokens=tokens / len(records),
+            longest=sum(record.longest for record in records) / len(records),
+        )
+        return Result(
+            variant=variant,
+            steps=len(records),
+            step_seconds=seconds / len(records),
+            tokens_per_second=tokens / seconds,
+            occupancy=_occupancy(slots),
+            fill=0.0,
+            idle=_shares(slots, idle_only=True),
+            trainer=_shares(trainer),
+            labels=_shares(slots, by_label=True),
+            staleness={lag: count / groups for lag, count in sorted(staleness.items())},
+            live_versions=sum(live) / len(live),
+            migrations=(sum(count for *_, count in self.moves) - self._moves_before) / len(records),
+            swaps=sum(instance.swaps for instance in self.instances.values()),
+            lower_bound=bound,
+            over_lower_bound=seconds / len(records) / bound.seconds,
+            events=self.events,
+            timeline=self._timeline() if self.trainer.segments is not None else None,
+        )
+
+    def _timeline(self) -> Timeline:
+        return Timeline(
+            slots={
+                SlotId(name, number): slot.account.segments or []
+                for name, instance in self.instances.items()
+                for number, slot in enumerate(instance.slot_list)
+            },
+            trainer=self.trainer.segments or [],
+            moves=self.moves,
+            published={step + 1: record.finished_at for step, record in self.steps.items() if record.finished_at},
+            start=self._start,
+            end=self.now,
+        )
+
+
+def _occupancy(slots: Counter[Activity]) -> float:
+    """Busy time over the time in which slots could have generated; spare slots of busy instances do not count."""
+    busy = available = 0
+    for activity, spent in slots.items():
+        spare = activity.cause is not None and activity.cause.because is Because.SPARE
+        if activity.label is Label.TRAIN or spare:
+            continue
+        available += spent
+        if activity.label in (Label.DECODE, Label.PREFILL):
+            busy += spent
+    return busy / available if available else 0.0
+
+
+def _shares(totals: Counter[Activity], *, idle_only: bool = False, by_label: bool = False) -> dict[str, float]:
+    whole = sum(totals.values())
+    result: Counter[str] = Counter()
+    for activity, spent in totals.items():
+        if activity.label is Label.IDLE and not by_label:
+            assert activity.cause is not None
+            cause = activity.cause.because.value
+            result[cause if idle_only else f"idle: {cause}"] += spent
+        elif not idle_only:
+            result[activity.label.value] += spent
+    return {name: spent / whole for name, spent in result.most_common()}
