@@ -113,28 +113,27 @@ def run_generate(model: Any, some: list[Request]) -> float:
     return wanted / (time.perf_counter() - start)
 
 
-def against_generate(name: str, model: Any, repeats: int) -> tuple[dict[str, Any], list[Target]]:
+def against_generate(name: str, model: Any, kind: str, repeats: int) -> tuple[dict[str, Any], list[Target]]:
+    """Fixed lengths, or long-tailed ones (those once: minutes long as it is)."""
     count, fixed = SIZES[name]
     random = np.random.default_rng(0)
     tail = np.clip(random.lognormal(np.log(64), 1.0, count), 1, 1024).astype(int)
     tail[0] = 1024
     engine = make_engine(model)
     run_engine(engine, requests([4] * 8))
-    raw: dict[str, Any] = {}
-    targets = []
-    for kind, lengths, target in (("fixed", [fixed] * 64, 2.0), ("long-tailed", tail, LONG_TAILED_TARGET[name])):
-        once = kind == "long-tailed"  # minutes long as it is
-        ours, theirs = [], []
-        for _ in range(1 if once else repeats):
-            ours.append(run_engine(engine, requests(lengths)))
-            theirs.append(run_generate(model, requests(lengths)))
-        ratio = statistics.median(ours) / statistics.median(theirs)
-        raw[kind] = {"requests": len(lengths), "tokens": int(np.sum(lengths)), "ours": ours, "generate": theirs}
-        targets.append({"name": f"{name}: {kind} lengths, times generate", "target": target, "value": ratio})
-    return raw, targets
+    lengths, target = ([fixed] * 64, 2.0) if kind == "fixed" else (tail.tolist(), LONG_TAILED_TARGET[name])
+    ours, theirs = [], []
+    for _ in range(repeats if kind == "fixed" else 1):
+        ours.append(run_engine(engine, requests(lengths)))
+        theirs.append(run_generate(model, requests(lengths)))
+    ratio = statistics.median(ours) / statistics.median(theirs)
+    raw = {"requests": len(lengths), "tokens": sum(lengths), "ours": ours, "generate": theirs}
+    return raw, [{"name": f"{name}: {kind} lengths, times generate", "target": target, "value": ratio}]
 
 
-def against_vllm(name: str, model: Any, python: str, repeats: int) -> tuple[dict[str, Any], list[Target]]:
+def against_vllm(
+    name: str, model: Any, python: str, repeats: int, kinds: list[str]
+) -> tuple[dict[str, Any], list[Target]]:
     fixed = SIZES[name][1]
     engine = make_engine(model)
     ours: dict[str, list[float]] = {}
@@ -147,7 +146,7 @@ def against_vllm(name: str, model: Any, python: str, repeats: int) -> tuple[dict
     run_engine(engine, requests([4] * 8))
     measure()
     modes = {}
-    for mode in ("eager", "compiled"):
+    for mode in kinds:
         arguments = [str(folder_of(name)), mode, str(fixed), ",".join(map(str, BATCHES)), str(repeats)]
         modes[mode] = _vllm([python, str(Path(__file__).parent / "vllm_peer.py"), *arguments])
         measure()
@@ -255,7 +254,8 @@ def main() -> None:
     parser.add_argument("--models", default="3m,smollm2")
     parser.add_argument("--vllm", default=".venv-vllm/bin/python", help="a Python that has vllm; skipped if not there")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--parts", default="vllm,slots,migration,generate,limits")
+    parser.add_argument("--parts", default="migration,slots,vllm,limits,fixed,long-tailed")
+    parser.add_argument("--vllm-modes", default="eager,compiled")
     given = parser.parse_args()
     parts = given.parts.split(",")
     models = {name: load(ModelConfig(path=str(folder_of(name)))).model for name in given.models.split(",")}
@@ -284,13 +284,14 @@ def main() -> None:
         if "slots" in parts:
             note(f"{name} slots", slots(name, model, given.repeats))
         if "vllm" in parts and Path(given.vllm).exists():
-            note(f"{name} vllm", against_vllm(name, model, given.vllm, given.repeats))
+            note(f"{name} vllm", against_vllm(name, model, given.vllm, given.repeats, given.vllm_modes.split(",")))
     if "limits" in parts:
         note("limits", (limits(models), []))
         print(json.dumps(raw["limits"], indent=1))
-    for name, model in models.items():
-        if "generate" in parts:
-            note(f"{name} generate", against_generate(name, model, given.repeats))
+    for kind in ("fixed", "long-tailed"):
+        for name, model in models.items():
+            if kind in parts:
+                note(f"{name} {kind}", against_generate(name, model, kind, given.repeats))
 
 
 if __name__ == "__main__":

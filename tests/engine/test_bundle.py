@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from dora_rl.core.errors import BundleError
+from dora_rl.core.labels import Label
 from dora_rl.engine.bundle import Bundle
 from dora_rl.engine.engine import Engine
 from dora_rl.engine.segments import PREFIX, RELEASED, STATE, Segments
@@ -44,6 +45,7 @@ def test_bytes_carry_everything() -> None:
     listener.hear(source.drain())
     source.check()
     assert source.kv_tokens == 0
+    assert source.slots[0].account.by_label()[Label.MIGRATE] > 0
     target = tiny.engine(tiny.model("llama"), name="b")
     arrived, errors = target.import_(Bundle.from_bytes(data), 0)
     assert arrived == tuple(here)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -130,6 +132,17 @@ def test_a_slot_with_requests_is_not_overwritten() -> None:
         engine.load(0, 1)
     with pytest.raises(SlotError, match="no slot 3"):
         engine.load(3, 1)
+
+
+def test_an_unloaded_slot_lets_go_of_its_weights(mapped: Mapped) -> None:
+    engine = tiny.engine(tiny.model("llama"), weights=mapped)
+    tiny.run(engine, requests(0, 0))
+    weight = weakref.ref(mapped.given.pop(0)["model.norm.weight"])
+    engine.unload(0)
+    gc.collect()
+    assert weight() is None
+    with pytest.raises(VersionError, match="version 0"):
+        engine.submit(requests(0, 0)[0])
 
 
 def test_in_flight_update_changes_the_version_and_counts_the_recomputation() -> None:

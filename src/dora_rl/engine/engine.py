@@ -106,11 +106,16 @@ class Engine:
         place = self._slot(slot)
         if place.loading is not None:
             raise SlotError(f"slot {slot} is already loading version {place.loading.version}")
-        if not in_flight and any(sequence.slot == slot for sequence in self._sequences.values()):
-            raise SlotError(f"slot {slot} still has requests of version {place.version}")
         if not in_flight:
-            place.version, place.runner = None, None
+            self.unload(slot)
         place.loading = Loading(version, in_flight, self._weights, self._make)
+
+    def unload(self, slot: int) -> None:
+        """The slot serves nothing from now on and lets go of its weights."""
+        place = self._slot(slot)
+        if any(sequence.slot == slot for sequence in self._sequences.values()):
+            raise SlotError(f"slot {slot} still has requests of version {place.version}")
+        place.version, place.runner, place.fingerprint = None, None, ""
 
     def wait_for_loads(self) -> None:
         """Until every load that has begun is done and its slot serves."""
@@ -141,6 +146,7 @@ class Engine:
 
     def export(self, trajectories: Iterable[TrajectoryId], *, shared: bool = True) -> Bundle:
         """Requests leave with their KV, sampler state and tokens. What they sampled so far is reported here first."""
+        start = self._clock()
         leaving = [self._sequence(trajectory) for trajectory in trajectories]
         for sequence in leaving:
             self._scheduler.flush(sequence)
@@ -149,10 +155,12 @@ class Engine:
             self._scheduler.drop(sequence)
             del self._sequences[sequence.request.trajectory]
         self._scheduler.stats.exported += len(leaving)
+        self._account_move({sequence.slot for sequence in leaving}, start)
         return bundle
 
     def import_(self, bundle: Bundle, slot: int) -> tuple[tuple[TrajectoryId, ...], tuple[BundleError, ...]]:
         """Requests go on here, with not one token prefilled again: who arrived, and what was wrong with the rest."""
+        start = self._clock()
         place = self._slot(slot)
         arrived, errors = [], []
         for frame in bundle.frames():
@@ -172,6 +180,7 @@ class Engine:
             arrived.append(sequence.request.trajectory)
         bundle.taken()
         self._scheduler.stats.imported += len(arrived)
+        self._account_move({slot}, start)
         return tuple(arrived), tuple(errors)
 
     def set_threads(self, threads: int) -> None:
@@ -372,6 +381,15 @@ class Engine:
                 account.switch(now, Activity(label, slot.version))
                 now += (end - start) * tokens // total
         account.settle(end)
+
+    def _account_move(self, slots: set[int], start: Nanoseconds) -> None:
+        """The time since `start` went into moving requests of these slots."""
+        end = self._clock()
+        for index in slots:
+            account = self.slots[index].account
+            before = account.current
+            account.switch(start, Activity(Label.MIGRATE, self.slots[index].version))
+            account.switch(end, before)
 
     # Checks.
 

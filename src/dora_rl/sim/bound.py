@@ -50,9 +50,7 @@ def lower_bound(config: SimConfig, layout: Layout, *, staleness: int, tokens: fl
     trainer_devices, sharing, dedicated = divide(config, layout)
     prompts = config.workload.prompt_tokens
     trained = tokens + prompts * control.groups_per_step * control.group_size
-    trainer = (
-        costs.train(int(trained), trainer_devices) + config.trainer.fixed_seconds + config.trainer.publish_seconds
-    )
+    trainer = costs.train(int(trained), trainer_devices) + config.trainer.fixed_seconds + config.trainer.publish_seconds
     rate = costs.peak_rate(prompts + mean_context(config))
     serial = staleness == 0
     # While they train, shared devices do not generate; with K = 0 that is added anyway.

@@ -167,7 +167,9 @@ class SimInstance:
         base = costs.step_base(self._active, versions)
         steps = self._steps
         if len(self._counts) == 1:
-            return base + costs.per_token * (self._offsets[0] + self._active * steps), costs.per_token * self._active / 2
+            return base + costs.per_token * (
+                self._offsets[0] + self._active * steps
+            ), costs.per_token * self._active / 2
         context, count = max(
             (offset + count * steps, count) for offset, count in zip(self._offsets, self._counts, strict=True)
         )

@@ -186,7 +186,9 @@ class Witness:
         demand(not (waits and has_room), f"{slot.slot} idles while requests of its version wait")
         same = [other for other in snapshot.slots if other.slot.instance == slot.slot.instance]
         offers = any(snapshot.rollout_version in (other.version, other.loading) for other in same)
-        demand(offers or waits, f"{slot.slot} is empty and its instance is not given version {snapshot.rollout_version}")
+        demand(
+            offers or waits, f"{slot.slot} is empty and its instance is not given version {snapshot.rollout_version}"
+        )
         if slot.version == snapshot.rollout_version and has_room:
             demand(not snapshot.admissible, f"{slot.slot} idles while groups could be admitted")
             assert slot.idle is not None

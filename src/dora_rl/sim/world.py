@@ -183,9 +183,7 @@ class SimWorld:
         if request.turn + 1 < len(request.turns):
             request.parked = True
             self._after(turn.tool_seconds, partial(self._end_tool, request))
-            self._events.append(
-                e.Parked(trajectory=trajectory, attempt=request.attempt, kv_tokens=instance.kv_tokens)
-            )
+            self._events.append(e.Parked(trajectory=trajectory, attempt=request.attempt, kv_tokens=instance.kv_tokens))
             return
         version = instance.slot_list[request.slot].version
         assert version is not None
@@ -308,9 +306,7 @@ class SimWorld:
         target = self.instances[command.target.instance]
         self._touch(source)
         leaving = [
-            request
-            for trajectory in command.trajectories
-            if (request := source.requests.get(trajectory)) is not None
+            request for trajectory in command.trajectories if (request := source.requests.get(trajectory)) is not None
         ]
         if not leaving:
             return
@@ -430,9 +426,7 @@ class SimWorld:
             self.steps[command.version - 1].finished_at = self.now
         self.trainer.switch(self.now, Activity(Label.IDLE, command.version, self._trainer_cause))
         self._events.append(
-            e.Published(
-                version=command.version, attempt=command.attempt, fingerprint=fingerprint(command.version)
-            )
+            e.Published(version=command.version, attempt=command.attempt, fingerprint=fingerprint(command.version))
         )
 
     def _trainer_idles(self, command: c.TrainerIdles) -> None:
