@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dora_rl.engine.requests import Request, Sampling
+from dora_rl.engine.sampling import uniform
 from tests.engine import tiny
 from tests.engine.tiny import Family, Listener
 
@@ -92,6 +93,21 @@ def test_log_probs_equal_a_plain_forward_pass(family: Family, kernels: str) -> N
         expected = (logits / 0.7).log_softmax(-1).gather(1, torch.tensor(said.tokens)[:, None])[:, 0]
         assert torch.allclose(torch.tensor(said.model_logprobs), expected, atol=1e-4, rtol=0)
         assert torch.allclose(torch.tensor(said.logprobs), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_each_token_follows_from_seed_trajectory_and_position(kernels: str) -> None:
+    made = tiny.model("llama")
+    some = tiny.requests(6, first=40)
+    listener = tiny.run(tiny.engine(made, kernels=kernels), some)
+    for request in some:
+        said = listener.said[request.trajectory].tokens
+        with torch.no_grad():
+            logits = made(torch.tensor([request.prompt + said])).logits[0, len(request.prompt) - 1 : -1]
+        reach = logits.double().softmax(-1).cumsum(-1).numpy()
+        keys = (np.full(len(said), key, dtype=np.uint64) for key in (request.sampling.seed, request.trajectory))
+        goal = uniform(*keys, np.arange(len(said), dtype=np.uint64))
+        assert said == tuple((reach <= goal[:, None]).sum(-1).tolist())
 
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])
