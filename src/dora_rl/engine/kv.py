@@ -120,7 +120,10 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
 
 def _lazy_memory(size: int) -> mmap.mmap:
     """Memory that costs nothing before it is used, in large pages where the system has them."""
-    memory = mmap.mmap(-1, size)
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return mmap.mmap(-1, size)
+    # Private: the system gives large pages and cheap first touches to private memory only.
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         # Not every kernel has them; it is a hint, and all works without.
         with contextlib.suppress(OSError):
