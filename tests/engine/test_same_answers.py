@@ -105,8 +105,9 @@ def test_each_token_follows_from_seed_trajectory_and_position(kernels: str) -> N
         with torch.no_grad():
             logits = made(torch.tensor([request.prompt + said])).logits[0, len(request.prompt) - 1 : -1]
         reach = logits.double().softmax(-1).cumsum(-1).numpy()
-        keys = (np.full(len(said), key, dtype=np.uint64) for key in (request.sampling.seed, request.trajectory))
-        goal = uniform(*keys, np.arange(len(said), dtype=np.uint64))
+        place = np.arange(len(said), dtype=np.uint64)
+        seed, trajectory = np.full_like(place, request.sampling.seed), np.full_like(place, request.trajectory)
+        goal = uniform(seed, trajectory, place)
         assert said == tuple((reach <= goal[:, None]).sum(-1).tolist())
 
 
