@@ -8,6 +8,7 @@ constexpr int MR = 6;
 constexpr int MR = 3;
 #endif
 constexpr int NR = 4;  // weight rows of a tile: their four sums are one short vector, stored at once
+constexpr int L1_WEIGHTS = 20480;  // bytes of weights that leave room for a tile of x in a first-level cache
 constexpr int M_BLOCK = 126;  // rows of x that stay in the second-level cache
 
 // out[m] = the products of row m of x with NR rows of w.
@@ -59,16 +60,17 @@ static inline vec4 load4(const float* p, int count) {
 // x_at(m) gives row m.
 template <class XAt, class Put>
 static inline void product(int rows, XAt x_at, const float* w, int depth, int n0, int n1, Put put) {
+    // Columns whose weights stay in the first-level cache while the rows pass by.
+    const int fitting = L1_WEIGHTS / (depth * int(sizeof(float))) / NR * NR, wide = fitting < NR ? NR : fitting;
     for (int block = 0; block < rows; block += M_BLOCK) {
         int end = block + M_BLOCK < rows ? block + M_BLOCK : rows;
-        for (int n = n0; n < n1; n += NR) {
-            int cols = n + NR <= n1 ? NR : n1 - n;
-            const float* wp[NR];
-            for (int i = 0; i < NR; i++) wp[i] = w + int64_t(n + (i < cols ? i : 0)) * depth;
+        for (int first = n0; first < n1; first += wide) {
+            const int last = first + wide < n1 ? first + wide : n1;
             // While these weights are multiplied, the next ones are on their way from memory. With few rows the machine's
             // own prefetching is ahead of us.
-            const char* ahead = reinterpret_cast<const char*>(w + int64_t(n + NR) * depth);
-            const int64_t bytes = n + NR < n1 && end - block > 2 * MR ? int64_t(NR) * depth * sizeof(float) : 0;
+            const char* ahead = reinterpret_cast<const char*>(w + int64_t(last) * depth);
+            const int64_t next = last + wide < n1 ? wide : n1 - last;
+            const int64_t bytes = end - block > 2 * MR ? next * depth * int64_t(sizeof(float)) : 0;
             const int64_t share = bytes / ((end - block + MR - 1) / MR) + 64;
             for (int m = block; m < end; m += MR) {
                 int some = m + MR <= end ? MR : end - m;
@@ -76,9 +78,14 @@ static inline void product(int rows, XAt x_at, const float* w, int depth, int n0
                 for (int64_t at = from; at < to; at += 64) __builtin_prefetch(ahead + at, 0, 2);
                 const float* xp[MR];
                 for (int i = 0; i < some; i++) xp[i] = x_at(m + i);
-                vec4 out[MR];
-                tile_rows(some, xp, wp, depth, out);
-                for (int i = 0; i < some; i++) put(m + i, n, out[i], cols);
+                for (int n = first; n < last; n += NR) {
+                    int cols = n + NR <= last ? NR : last - n;
+                    const float* wp[NR];
+                    for (int i = 0; i < NR; i++) wp[i] = w + int64_t(n + (i < cols ? i : 0)) * depth;
+                    vec4 out[MR];
+                    tile_rows(some, xp, wp, depth, out);
+                    for (int i = 0; i < some; i++) put(m + i, n, out[i], cols);
+                }
             }
         }
     }
