@@ -26,6 +26,34 @@ class ModelError(UserError):
     """A model or its weights can't be loaded; the message names what was asked for."""
 
 
+class MemoryCapError(ConfigError):
+    """What shall fit into a memory cap does not; the message says how much it needs."""
+
+
+class RequestError(UserError):
+    """One request can't be served; the others go on."""
+
+
+class PromptError(RequestError):
+    """A prompt can't be used: empty, too long, or with an unknown token."""
+
+
+class SamplingError(RequestError):
+    """Sampling parameters can't be used; the message names the one."""
+
+
+class VersionError(RequestError):
+    """A version is not there: not published, retired, or in no slot."""
+
+
+class SlotError(RequestError):
+    """A slot can't do what was asked of it: it does not exist, or requests still run in it."""
+
+
+class BundleError(RequestError):
+    """A request's bundle is damaged or does not fit this engine; the request goes on from its tokens."""
+
+
 class IntegrityError(DoraError):
     """What was reported contradicts a promise: wrong version, wrong fingerprint, a batch trained out of order."""
 

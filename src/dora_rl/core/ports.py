@@ -8,7 +8,7 @@ runtime, the simulator and the tests are worlds; `drive` is the only loop there 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from dora_rl.core.commands import Command
@@ -66,4 +66,16 @@ class WeightSink(Protocol):
 
         Every process of a sharded trainer calls this, since gathering a tensor takes all of them; one writes.
         """
+        ...
+
+
+class WeightSource(Protocol):
+    """Where an engine takes published weights from. Both calls raise `VersionError` for a version that is not there."""
+
+    def tensors(self, version: Version) -> Mapping[str, Any]:
+        """The tensors of a version by their names in the module's `state_dict`; mapped from where they lie, no copy."""
+        ...
+
+    def fingerprint(self, version: Version) -> Fingerprint:
+        """What the version was published as."""
         ...
