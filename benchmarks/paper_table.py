@@ -3,9 +3,9 @@
 Free parameters, and what fixes them:
 - `trainer.utilisation` and `trainer.fixed_seconds`: the non-rollout part of the two synchronous rows (two equations);
 - `rollout.step_overhead`: the rollout part of the same rows (one parameter, least squares over two equations).
-Nothing else is fitted, and no other row is looked at. What the paper does not say is set once in the presets: two devices
-an instance, lengths with a 99th percentile of ten times the median, half the devices training where roles are divided,
-one batch in flight beyond the one in training for `partial`.
+Nothing else is fitted, and no other row is looked at. What the paper does not say is set once in the presets: two
+devices an instance, lengths with a 99th percentile of ten times the median, half the devices training where roles are
+divided, one batch in flight beyond the one in training for `partial`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PUBLISHED = {
     ("dora", 128): 10.46,
 }
 ELASTIC_TARGET = {64: 12.0, 128: 8.5}
-console = Console()
+console = Console(width=130)
 
 
 def sync_parts(settings: list[str]) -> dict[int, tuple[float, float]]:

@@ -7,6 +7,8 @@ import sys
 import typer
 from rich.console import Console
 
+from dora_rl.apps.generate import generate
+from dora_rl.apps.sft import sft
 from dora_rl.apps.simulate import plan_command, sim
 from dora_rl.core.errors import UserError
 
@@ -34,6 +36,8 @@ def version() -> None:
 
 app.command("sim")(sim)
 app.command("plan")(plan_command)
+app.command()(sft)
+app.command()(generate)
 
 
 def main() -> None:

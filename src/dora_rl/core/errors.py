@@ -22,5 +22,67 @@ class TraceError(UserError):
     """A trace can't be used; the message names the file and line."""
 
 
+class ModelError(UserError):
+    """A model or its weights can't be loaded; the message names what was asked for."""
+
+
+class MemoryCapError(ConfigError):
+    """What shall fit into a memory cap does not; the message says how much it needs."""
+
+
+class RequestError(UserError):
+    """One request can't be served; the others go on."""
+
+
+class PromptError(RequestError):
+    """A prompt can't be used: empty, too long, or with an unknown token."""
+
+
+class SamplingError(RequestError):
+    """Sampling parameters can't be used; the message names the one."""
+
+
+class VersionError(RequestError):
+    """A version is not there: not published, retired, or in no slot."""
+
+
+class SlotError(RequestError):
+    """A slot can't do what was asked of it: it does not exist, or requests still run in it."""
+
+
+class BundleError(RequestError):
+    """A request's bundle is damaged or does not fit this engine; the request goes on from its tokens."""
+
+
 class IntegrityError(DoraError):
     """What was reported contradicts a promise: wrong version, wrong fingerprint, a batch trained out of order."""
+
+
+class TrajectoryError(IntegrityError):
+    """A trajectory or group contradicts itself; the message names it."""
+
+
+class DataError(UserError):
+    """A file of training data can't be used; the message names the file and line."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint can't be read or does not fit; the message says which and why."""
+
+
+class StoreError(DoraError):
+    """The weight store can't do what was asked: no such version, or it is still held."""
+
+
+class FingerprintError(IntegrityError):
+    """Weights are not those that were published under their version."""
+
+
+class NonFiniteError(DoraError):
+    """A loss or gradient is not a number; weights and optimiser stay those of the last version."""
+
+    def __init__(self, what: str, step: int, trajectories: tuple[int, ...]) -> None:
+        self.step = step
+        self.trajectories = trajectories
+        culprits = ", ".join(str(trajectory) for trajectory in trajectories) or "unknown (no single one does it alone)"
+        super().__init__(f"step {step}: {what} is not finite; trajectories at fault: {culprits}")

@@ -8,12 +8,12 @@ runtime, the simulator and the tests are worlds; `drive` is the only loop there 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from dora_rl.core.commands import Command
 from dora_rl.core.events import Event
-from dora_rl.core.nouns import Nanoseconds
+from dora_rl.core.nouns import Fingerprint, Nanoseconds, Version
 
 
 class Decider(Protocol):
@@ -45,3 +45,37 @@ def drive(decider: Decider, world: World) -> None:
     while (arrived := world.next_event(decider.wake_at())) is not None:
         event, now = arrived
         world.carry_out(decider.step(event, now))
+
+
+class TensorSpec(NamedTuple):
+    """What a tensor will be, said before it is there."""
+
+    name: str
+    dtype: str
+    """As safetensors spells it: F32, BF16 ..."""
+    shape: tuple[int, ...]
+
+
+class WeightSink(Protocol):
+    """Where the trainer's versions go: the weight store."""
+
+    def publish(
+        self, version: Version, specs: Sequence[TensorSpec], tensors: Iterable[Any], *, adapter: bool, write: bool
+    ) -> Fingerprint:
+        """Make weights loadable as this version. `tensors` come in the order of `specs`.
+
+        Every process of a sharded trainer calls this, since gathering a tensor takes all of them; one writes.
+        """
+        ...
+
+
+class WeightSource(Protocol):
+    """Where an engine takes published weights from. Both calls raise `VersionError` for a version that is not there."""
+
+    def tensors(self, version: Version) -> Mapping[str, Any]:
+        """The tensors of a version by their names in the module's `state_dict`; mapped from where they lie, no copy."""
+        ...
+
+    def fingerprint(self, version: Version) -> Fingerprint:
+        """What the version was published as."""
+        ...

@@ -1,0 +1,94 @@
+"""What rollout hands to training: trajectories and the groups that they come in.
+
+Invariants, checked when a record is made, so that a bad one cannot be written down:
+
+- every per-token array has the length of `tokens`; the arrays are read-only from then on;
+- the first token is never trained: nothing predicts it;
+- a trained token has a finite behaviour log-prob of at most zero, under the one version that the trajectory names;
+- the siblings of a group have one version.
+
+Shapes: T tokens of prompt and responses together, L layers with routed experts, E experts per token.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import numpy as np
+
+from dora_rl.core.errors import TrajectoryError
+from dora_rl.core.nouns import GroupId, Record, TrajectoryId, Version
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+StopReason: TypeAlias = Literal["stop", "length", "environment"]
+
+# A float32 log-softmax of a certain token can come out a rounding error above zero.
+_ROUNDING = 1e-4
+
+
+class Trajectory(Record, frozen=True, kw_only=True, eq=False):
+    """One interaction, sampled wholly under one version."""
+
+    id: TrajectoryId
+    version: Version
+    tokens: NDArray[np.int32]
+    """[T] prompt, then what the policy and its environment said."""
+    loss_mask: NDArray[np.bool_]
+    """[T] true where the policy sampled the token and shall be trained on it."""
+    behaviour_logprobs: NDArray[np.float32]
+    """[T] log-prob of each trained token under the distribution that it was sampled from; unread elsewhere."""
+    reward: float
+    stop_reason: StopReason = "stop"
+    routed_experts: NDArray[np.int16] | None = None
+    """[T, L, E] the experts that rollout used for each token, -1 where it did not say (the last token)."""
+
+    def __post_init__(self) -> None:
+        length = len(self.tokens)
+        for name in ("tokens", "loss_mask", "behaviour_logprobs"):
+            array: NDArray[Any] = getattr(self, name)
+            if array.shape != (length,):
+                self._refuse(f"{name} has the shape {array.shape}, not ({length},)")
+            array.flags.writeable = False
+        if length == 0 or self.loss_mask[0]:
+            self._refuse("the first token has no context and can't be trained")
+        if not self.loss_mask.any():
+            self._refuse("loss_mask selects no token")
+        trained = self.behaviour_logprobs[self.loss_mask]
+        if not np.isfinite(trained).all() or trained.max() > _ROUNDING:
+            self._refuse("a trained token has no finite behaviour log-prob of at most 0")
+        if not np.isfinite(self.reward):
+            self._refuse(f"its reward is {self.reward}")
+        if self.routed_experts is not None and (self.routed_experts.ndim != 3 or len(self.routed_experts) != length):
+            self._refuse(f"routed_experts has the shape {self.routed_experts.shape}, not ({length}, layers, experts)")
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the first trained one."""
+        return int(self.loss_mask.argmax())
+
+    @property
+    def response_length(self) -> int:
+        """Trained tokens."""
+        return int(self.loss_mask.sum())
+
+    def _refuse(self, why: str) -> None:
+        raise TrajectoryError(f"trajectory {self.id}: {why}")
+
+
+class Group(Record, frozen=True, kw_only=True, eq=False):
+    """The siblings of one prompt."""
+
+    id: GroupId
+    trajectories: tuple[Trajectory, ...]
+
+    def __post_init__(self) -> None:
+        if not self.trajectories:
+            raise TrajectoryError(f"group {self.id} has no trajectories")
+        if len({trajectory.version for trajectory in self.trajectories}) > 1:
+            raise TrajectoryError(f"group {self.id} mixes versions")
+
+    @property
+    def version(self) -> Version:
+        return self.trajectories[0].version

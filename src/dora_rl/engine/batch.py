@@ -1,0 +1,167 @@
+"""The running requests of one slot, as columns of static buffers.
+
+Invariants:
+- rows [0, decoding) have one token left to compute; rows [decoding, count) are still prefilling;
+- row i of every column belongs to `sequences[i]`, whose `row` is i;
+- sampled tokens stay in `history` until they are flushed, so a steady decode step touches no Python object per request.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dora_rl.engine.rows import Rows
+from dora_rl.engine.sampling import Drawn, Settings
+
+if TYPE_CHECKING:
+    from dora_rl.engine.sequence import Sequence
+
+STOP_IDS = 4  # columns to start with; more are added when a request has more stop ids
+
+
+class Flushed(NamedTuple):
+    """Tokens taken out of the history of one row."""
+
+    tokens: npt.NDArray[np.int64]
+    logprobs: npt.NDArray[np.float32]
+    model_logprobs: npt.NDArray[np.float32]
+    experts: npt.NDArray[np.int16] | None
+
+
+class Batch:
+    """At most `limit` sequences of one slot."""
+
+    def __init__(self, limit: int, chunk: int, max_blocks: int, every: int) -> None:
+        self.sequences: list[Sequence] = []
+        self.decoding = 0
+        self.rows = Rows(limit + chunk, limit, max_blocks)
+        self.settings = Settings(limit)
+        self.place = np.zeros(limit, dtype=np.uint64)
+        """Index in the response of the next token."""
+        self.token = np.zeros(limit, dtype=np.int64)
+        """The one token left to compute."""
+        self.position = np.zeros(limit, dtype=np.int32)
+        """Its position."""
+        self.last = np.zeros(limit, dtype=np.int32)
+        """Position of the last token that fits."""
+        self.stops = np.full((limit, STOP_IDS), -1, dtype=np.int64)
+        self.watched = np.zeros(limit, dtype=bool)
+        """Has stop strings, so every token is looked at."""
+        self.every = every
+        self.fill = np.zeros(limit, dtype=np.int32)
+        self.history = np.zeros((limit, every), dtype=np.int64)
+        self.logprobs = np.zeros((limit, every), dtype=np.float32)
+        self.model_logprobs = np.zeros((limit, every), dtype=np.float32)
+        self.experts: npt.NDArray[np.int16] | None = None
+        self._columns = ("place", "token", "position", "last", "watched", "fill")
+        self._wide = ("stops", "history", "logprobs", "model_logprobs")
+        self._all = np.arange(limit, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def add(self, sequence: Sequence) -> None:
+        """Take a sequence in, with its blocks."""
+        row = len(self.sequences)
+        self.sequences.append(sequence)
+        sequence.row = row
+        sampling = sequence.request.sampling
+        self.settings.put(row, sampling, sequence.request.trajectory)
+        self.last[row] = sequence.limit - 1
+        stops = sampling.stop_ids
+        if len(stops) > self.stops.shape[1]:
+            extra = np.full((len(self.stops), len(stops) - self.stops.shape[1]), -1, dtype=np.int64)
+            self.stops = np.concatenate([self.stops, extra], axis=1)
+        self.stops[row] = -1
+        self.stops[row, : len(stops)] = stops
+        self.watched[row] = bool(sampling.stop)
+        self.fill[row] = 0
+        self.set_blocks(sequence)
+        if sequence.decodes:
+            self.promote(sequence)
+
+    def set_blocks(self, sequence: Sequence) -> None:
+        """Note the blocks of a sequence anew."""
+        self.rows.table[sequence.row, : len(sequence.blocks)] = sequence.blocks
+
+    def promote(self, sequence: Sequence) -> None:
+        """A prefilling sequence decodes from now on."""
+        assert sequence.row >= self.decoding
+        self._swap(sequence.row, self.decoding)
+        row = sequence.row
+        self.token[row] = sequence.tokens[sequence.length - 1]
+        self.position[row] = sequence.length - 1
+        self.place[row] = sequence.length - sequence.prompt_length
+        self.decoding += 1
+
+    def remove(self, sequence: Sequence) -> None:
+        """Let a sequence go; flush it before."""
+        row = sequence.row
+        assert self.fill[row] == 0, "tokens of a leaving request were not flushed"
+        if row < self.decoding:
+            self._swap(row, self.decoding - 1)
+            self.decoding -= 1
+        self._swap(sequence.row, len(self.sequences) - 1)
+        self.sequences.pop()
+        sequence.row = -1
+
+    def absorb(self, rows: npt.NDArray[np.int64], drawn: Drawn, experts: npt.NDArray[np.int16] | None) -> None:
+        """One sampled token for each of these decoding rows."""
+        at = self.fill[rows]
+        self.history[rows, at] = drawn.token
+        self.logprobs[rows, at] = drawn.logprob
+        self.model_logprobs[rows, at] = drawn.model_logprob
+        if experts is not None:
+            if self.experts is None:
+                self.experts = np.zeros((len(self.fill), self.every, *experts.shape[1:]), dtype=np.int16)
+            self.experts[rows, at] = experts
+        self.fill[rows] = at + 1
+        self.token[rows] = drawn.token
+        self.place[rows] += np.uint64(1)
+        self.position[rows] += 1
+
+    def notable(self, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """Rows that need a closer look after `absorb`, and which of them have ended by stop id, length or failure."""
+        token = self.token[rows]
+        ended = (token[:, None] == self.stops[rows]).any(1) | (self.position[rows] >= self.last[rows]) | (token < 0)
+        look = ended | (self.fill[rows] == self.every) | self.watched[rows]
+        return rows[look], ended[look]
+
+    def flush(self, sequence: Sequence) -> Flushed:
+        """Take a row's tokens out of the history; the sequence knows them from then on."""
+        row, count = sequence.row, int(self.fill[sequence.row])
+        taken = Flushed(
+            self.history[row, :count].copy(),
+            self.logprobs[row, :count].copy(),
+            self.model_logprobs[row, :count].copy(),
+            None if self.experts is None else self.experts[row, :count].copy(),
+        )
+        sequence.tokens[sequence.length : sequence.length + count] = taken.tokens
+        sequence.length += count
+        if count:
+            # Each of these tokens was sampled from the KV of the one before it; only the last is not computed yet.
+            sequence.computed = sequence.length - 1
+        self.fill[row] = 0
+        return taken
+
+    def decode_rows(self) -> npt.NDArray[np.int64]:
+        """The rows that decode."""
+        return self._all[: self.decoding]
+
+    def _swap(self, a: int, b: int) -> None:
+        if a == b:
+            return
+        for name in self._columns:
+            column = getattr(self, name)
+            column[a], column[b] = column[b], column[a]
+        for name in (*self._wide, *(() if self.experts is None else ("experts",))):
+            wide = getattr(self, name)
+            wide[[a, b]] = wide[[b, a]]
+        self.rows.table[[a, b]] = self.rows.table[[b, a]]
+        self.settings.swap(a, b)
+        first, second = self.sequences[a], self.sequences[b]
+        self.sequences[a], self.sequences[b] = second, first
+        first.row, second.row = b, a

@@ -1,0 +1,450 @@
+"""The built-in rollout engine: continuous batching over slots of versioned weights, in one thread.
+
+    submit, load, abort, export, import_      between steps
+    step()                                    plan -> one forward pass for each busy slot -> sample -> report
+
+Invariants:
+- all tokens of a request come from the version in its slot; each is reported once, in order, with that version
+  (mode `partial` changes the version under a running request, and then reports say so);
+- what a request says does not depend on what else runs: its random numbers are keyed by (seed, trajectory, position),
+  and with the compiled kernels its logits are the same to the last bit in any batch;
+- a request that can't be served is refused with a typed error, and no other notices;
+- when nothing is running, waiting or swapped, every block is free.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from dora_rl.core.accounting import Activity, TimeAccount
+from dora_rl.core.errors import BundleError, MemoryCapError, PromptError, RequestError, SlotError, VersionError
+from dora_rl.core.events import (
+    AnyEvent,
+    Generated,
+    KvPressure,
+    Progress,
+    SlotLoaded,
+    SlotLoadFailed,
+    TrajectoryFailed,
+)
+from dora_rl.core.labels import Because, Cause, Label
+from dora_rl.core.nouns import Attempt, InstanceId, InstanceSpec, Nanoseconds, SlotId, TrajectoryId, Version
+from dora_rl.engine.batch import Batch, Flushed
+from dora_rl.engine.bundle import Bundle
+from dora_rl.engine.compute import Work, compute
+from dora_rl.engine.kv import KvCache, KvShape
+from dora_rl.engine.moving import pack, unpack
+from dora_rl.engine.requests import Finished, Request, StepOutput, StopReason, Tokens
+from dora_rl.engine.runner import runner_factory
+from dora_rl.engine.scheduler import Scheduler, Stats
+from dora_rl.engine.segments import Segments
+from dora_rl.engine.sequence import Sequence
+from dora_rl.engine.slots import Loading, Slot
+
+if TYPE_CHECKING:
+    from dora_rl.core.ports import WeightSource
+    from dora_rl.engine.config import EngineConfig
+
+Clock = Callable[[], Nanoseconds]
+
+
+class Engine:
+    """One rollout engine. Not thread-safe: one thread calls it."""
+
+    def __init__(
+        self,
+        model: Any,
+        weights: WeightSource,
+        config: EngineConfig,
+        *,
+        tokenizer: Any = None,
+        instance: InstanceId = "engine",
+        clock: Clock = time.perf_counter_ns,
+    ) -> None:
+        self.config = config
+        self.instance = instance
+        self._tokenizer = tokenizer
+        self._weights = weights
+        self._clock = clock
+        limits = [config.max_context, getattr(model.config.get_text_config(), "max_position_embeddings", None)]
+        self.context = min(limit for limit in limits if limit)
+        self.vocab: int = model.get_input_embeddings().weight.shape[0]
+        self.threads = config.threads or torch.get_num_threads()
+        shape = KvShape.of(model, config.block_size)
+        self._cache = KvCache(shape, config.kv_bytes, model.device)
+        if self._cache.count < 2:
+            raise MemoryCapError(f"kv_bytes is {config.kv_bytes:,}; two blocks take {2 * shape.block_bytes:,} bytes")
+        rows = config.max_requests + config.prefill_chunk
+        self._make, self.kernels = runner_factory(model, self._cache, config, rows, self.context)
+        max_blocks = shape.blocks(self.context)
+        idle = Activity(Label.IDLE, cause=Cause(because=Because.STARTING))
+        self.slots = [
+            Slot(
+                index,
+                Batch(config.max_requests, config.prefill_chunk, max_blocks, config.stream_every),
+                TimeAccount(clock(), idle),
+            )
+            for index in range(config.slots)
+        ]
+        self._scheduler = Scheduler(self._cache, [slot.batch for slot in self.slots], config, self._report)
+        self._segments = Segments()
+        self._sequences: dict[TrajectoryId, Sequence] = {}
+        self._arrivals = 0
+        self._tokens: list[Tokens] = []
+        self._finished: list[Finished] = []
+        self._events: list[AnyEvent] = []
+
+    # What others ask for between steps.
+
+    def load(self, slot: int, version: Version, *, in_flight: bool = False) -> None:
+        """Begin to load a version; a later step says `SlotLoaded` or `SlotLoadFailed`."""
+        place = self._slot(slot)
+        if place.loading is not None:
+            raise SlotError(f"slot {slot} is already loading version {place.loading.version}")
+        if not in_flight:
+            self.unload(slot)
+        place.loading = Loading(version, in_flight, self._weights, self._make)
+
+    def unload(self, slot: int) -> None:
+        """The slot serves nothing from now on and lets go of its weights."""
+        place = self._slot(slot)
+        if any(sequence.slot == slot for sequence in self._sequences.values()):
+            raise SlotError(f"slot {slot} still has requests of version {place.version}")
+        place.version, place.runner, place.fingerprint = None, None, ""
+
+    def wait_for_loads(self) -> None:
+        """Until every load that has begun is done and its slot serves."""
+        for slot in self.slots:
+            if slot.loading is not None:
+                slot.loading.wait()
+        self._finish_loads()
+
+    def submit(self, request: Request, slot: int | None = None) -> None:
+        """Take a request in, or refuse it with a typed error."""
+        index = self._serving(request.version) if slot is None else slot
+        place = self._slot(index)
+        if place.version != request.version:
+            raise VersionError(f"slot {index} serves version {place.version}, not {request.version}")
+        self._check(request)
+        limit = min(len(request.prompt) + request.sampling.max_tokens, self.context)
+        self._enter(Sequence(request, index, self._arrivals, limit, place.fingerprint))
+
+    def abort(self, trajectory: TrajectoryId, attempt: Attempt) -> bool:
+        """Forget this attempt, should it be here."""
+        sequence = self._sequences.get(trajectory)
+        if sequence is None or sequence.request.attempt != attempt:
+            return False
+        self._scheduler.flush(sequence)
+        self._scheduler.drop(sequence)
+        del self._sequences[trajectory]
+        return True
+
+    def export(self, trajectories: Iterable[TrajectoryId], *, shared: bool = True) -> Bundle:
+        """Requests leave with their KV, sampler state and tokens. What they sampled so far is reported here first."""
+        start = self._clock()
+        leaving = [self._sequence(trajectory) for trajectory in trajectories]
+        for sequence in leaving:
+            self._scheduler.flush(sequence)
+        bundle = pack(leaving, self._cache, self._segments if shared else None)
+        for sequence in leaving:
+            self._scheduler.drop(sequence)
+            del self._sequences[sequence.request.trajectory]
+        self._scheduler.stats.exported += len(leaving)
+        self._account_move({sequence.slot for sequence in leaving}, start)
+        return bundle
+
+    def import_(self, bundle: Bundle, slot: int) -> tuple[tuple[TrajectoryId, ...], tuple[BundleError, ...]]:
+        """Requests go on here, with not one token prefilled again: who arrived, and what was wrong with the rest."""
+        start = self._clock()
+        place = self._slot(slot)
+        arrived, errors = [], []
+        for frame in bundle.frames():
+            try:
+                sequence = unpack(frame, place, self._cache, self._arrivals, self.context)
+                self._check_free(sequence.request)
+            except (BundleError, RequestError) as error:
+                errors.append(error if isinstance(error, BundleError) else BundleError(str(error)))
+                continue
+            sequence.keep_alive = bundle
+            self._sequences[sequence.request.trajectory] = sequence
+            self._arrivals += 1
+            if sequence.host is None:
+                self._scheduler.enqueue(sequence)
+            else:
+                self._scheduler.adopt(sequence)
+            arrived.append(sequence.request.trajectory)
+        bundle.taken()
+        self._scheduler.stats.imported += len(arrived)
+        self._account_move({slot}, start)
+        return tuple(arrived), tuple(errors)
+
+    def set_threads(self, threads: int) -> None:
+        """Compute with so many threads from the next step on."""
+        if threads < 1:
+            raise RequestError(f"an engine needs at least one thread, not {threads}")
+        self.threads = threads
+        torch.set_num_threads(threads)
+
+    def note_idle(self, slot: int, cause: Cause) -> None:
+        """Why a slot has nothing to do; holds until it has."""
+        place = self._slot(slot)
+        if not len(place.batch):
+            place.account.switch(self._clock(), Activity(Label.IDLE, cause=cause))
+
+    # What the engine is.
+
+    @property
+    def busy(self) -> bool:
+        """There is something to do in a step."""
+        return bool(self._sequences) or any(slot.loading for slot in self.slots) or bool(self._tokens or self._finished)
+
+    @property
+    def stats(self) -> Stats:
+        return self._scheduler.stats
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens' worth of KV blocks in use."""
+        return self._scheduler.kv_tokens
+
+    @property
+    def running(self) -> int:
+        """Requests in the batches now; the others wait or are swapped."""
+        return self._scheduler.running
+
+    def spec(self) -> InstanceSpec:
+        """What this instance can do."""
+        return InstanceSpec(
+            instance=self.instance,
+            slots=len(self.slots),
+            max_requests=self.config.max_requests,
+            kv_tokens=self._cache.count * self.config.block_size,
+        )
+
+    def progress(self) -> Progress:
+        """Heartbeat: load, and how far each request is."""
+        tokens = {}
+        for trajectory, sequence in self._sequences.items():
+            pending = int(self.slots[sequence.slot].batch.fill[sequence.row]) if sequence.row >= 0 else 0
+            tokens[trajectory] = sequence.length - sequence.prompt_length + pending
+        return Progress(instance=self.instance, kv_tokens=self.kv_tokens, tokens=tokens)
+
+    def check(self) -> None:
+        """Every block, host byte and row is accounted for; all blocks are free when nothing is here."""
+        self._scheduler.check()
+        if not self._sequences:
+            pool = self._scheduler.pool
+            assert pool.free == pool.count, f"{pool.count - pool.free} blocks are held while the engine is idle"
+
+    # One step.
+
+    def step(self) -> StepOutput:
+        """One decode step for every slot, with a chunk of prefill; gives what there is to report."""
+        self._finish_loads()
+        start = self._clock()
+        chunks = self._scheduler.plan()
+        work = {}
+        for slot in self.slots:
+            if slot.batch.decoding or chunks[slot.index]:
+                use_kernels = self.config.kernels != "torch"
+                done = compute(slot, chunks[slot.index], self._scheduler, self.threads, use_kernels)
+                work[slot.index] = done.work
+                self._look(slot, done.rows, done.ended)
+        end = self._clock()
+        for slot in self.slots:
+            self._account(slot, work.get(slot.index), start, end, bool(work))
+        if self._scheduler.pressed:
+            self._scheduler.pressed = False
+            self._events.append(KvPressure(instance=self.instance, kv_tokens=self.kv_tokens))
+        return self.drain()
+
+    def drain(self) -> StepOutput:
+        """What is waiting to be reported."""
+        output = StepOutput(tokens=tuple(self._tokens), finished=tuple(self._finished), events=tuple(self._events))
+        self._tokens, self._finished, self._events = [], [], []
+        return output
+
+    def _look(self, slot: Slot, rows: Any, ended: Any) -> None:
+        """Flush rows that are due; let go of those that have ended."""
+        batch = slot.batch
+        due = [(batch.sequences[row], bool(over)) for row, over in zip(rows, ended, strict=True)]
+        for sequence, over in due:
+            if not over and not (batch.watched[sequence.row] and self._says_stop(sequence, batch)):
+                if batch.fill[sequence.row] == batch.every:
+                    self._scheduler.flush(sequence)
+                continue
+            self._end(sequence, batch, over)
+
+    def _end(self, sequence: Sequence, batch: Batch, by_id_or_length: bool) -> None:
+        request = sequence.request
+        last = int(batch.token[sequence.row])
+        failed = last < 0
+        if failed:
+            batch.fill[sequence.row] -= 1  # no token came of the last draw
+        self._scheduler.flush(sequence)
+        count = sequence.length - sequence.prompt_length
+        if failed:
+            reason = StopReason.FAILED
+        elif not by_id_or_length or last in request.sampling.stop_ids:
+            reason = StopReason.STOP
+        else:
+            reason = StopReason.LENGTH if count >= request.sampling.max_tokens else StopReason.CONTEXT
+        self._scheduler.drop(sequence)
+        del self._sequences[request.trajectory]
+        common: dict[str, Any] = {
+            "trajectory": request.trajectory,
+            "attempt": request.attempt,
+            "version": sequence.version,
+            "fingerprint": sequence.fingerprint,
+        }
+        self._finished.append(Finished(**common, reason=reason, tokens=count))
+        if failed:
+            why = "the model's logits are not finite numbers"
+            self._events.append(TrajectoryFailed(trajectory=request.trajectory, reason=why))
+        else:
+            self._events.append(Generated(**common, instance=self.instance, tokens=count, kv_tokens=self.kv_tokens))
+
+    def _says_stop(self, sequence: Sequence, batch: Batch) -> bool:
+        """The response's end contains one of the stop strings."""
+        stops = sequence.request.sampling.stop
+        # A token may stand for less than a character, never for less than a byte.
+        reach = max(len(stop.encode()) for stop in stops) + 8
+        pending = batch.history[sequence.row, : batch.fill[sequence.row]]
+        tail = np.concatenate([sequence.response, pending])[-reach:]
+        text = self._tokenizer.decode(tail.tolist())
+        return any(stop in text for stop in stops)
+
+    def _report(self, sequence: Sequence, flushed: Flushed) -> None:
+        if not len(flushed.tokens):
+            return
+        self._tokens.append(
+            Tokens(
+                trajectory=sequence.request.trajectory,
+                attempt=sequence.request.attempt,
+                version=sequence.version,
+                start=sequence.reported,
+                tokens=tuple(flushed.tokens.tolist()),
+                logprobs=tuple(flushed.logprobs.tolist()),
+                model_logprobs=tuple(flushed.model_logprobs.tolist()),
+                experts=flushed.experts if sequence.request.record_experts else None,
+            )
+        )
+        sequence.reported += len(flushed.tokens)
+
+    def _finish_loads(self) -> None:
+        for slot in self.slots:
+            loading = slot.loading
+            if loading is None or not loading.done:
+                continue
+            slot.loading = None
+            where = SlotId(self.instance, slot.index)
+            if loading.runner is None:
+                self._events.append(SlotLoadFailed(slot=where, version=loading.version, reason=str(loading.error)))
+                continue
+            self._put(slot, loading)
+            self._events.append(SlotLoaded(slot=where, version=loading.version, fingerprint=loading.fingerprint))
+
+    def _put(self, slot: Slot, loading: Loading) -> None:
+        """From here on the slot serves the loaded version; requests in flight compute their KV again under it."""
+        staying = [sequence for sequence in self._sequences.values() if sequence.slot == slot.index]
+        for sequence in staying:
+            self._scheduler.flush(sequence)
+            self._scheduler.drop(sequence)
+        slot.version, slot.fingerprint, slot.runner = loading.version, loading.fingerprint, loading.runner
+        self._scheduler.loads[slot.index] += 1
+        for sequence in staying:
+            sequence.forget_kv()
+            sequence.version, sequence.fingerprint = loading.version, loading.fingerprint
+            self._scheduler.enqueue(sequence)
+
+    def _account(self, slot: Slot, work: Work | None, start: Nanoseconds, end: Nanoseconds, others: bool) -> None:
+        """The step's time, split by tokens where a slot did several things; idle slots keep their cause."""
+        account = slot.account
+        if work is None:
+            if slot.loading is not None:
+                account.switch(start, Activity(Label.LOAD, slot.loading.version))
+            elif account.current.label is not Label.IDLE:
+                because = Because.SPARE if others else Because.NO_PROMPTS
+                account.switch(start, Activity(Label.IDLE, cause=Cause(because=because)))
+            account.settle(end)
+            return
+        total = sum(work)
+        now = start
+        parts = ((Label.REPREFILL, work.reprefilled), (Label.PREFILL, work.prefilled), (Label.DECODE, work.decoded))
+        for label, tokens in parts:
+            if tokens:
+                account.switch(now, Activity(label, slot.version))
+                now += (end - start) * tokens // total
+        account.settle(end)
+
+    def _account_move(self, slots: set[int], start: Nanoseconds) -> None:
+        """The time since `start` went into moving requests of these slots."""
+        end = self._clock()
+        for index in slots:
+            account = self.slots[index].account
+            before = account.current
+            account.switch(start, Activity(Label.MIGRATE, self.slots[index].version))
+            account.switch(end, before)
+
+    # Checks.
+
+    def _check(self, request: Request) -> None:
+        self._check_free(request)
+        request.sampling.check(self.vocab)
+        if request.sampling.stop and self._tokenizer is None:
+            raise PromptError("stop strings need a tokenizer, and this engine has none; use stop_ids")
+        tokens = request.prompt + request.response
+        if not request.prompt:
+            raise PromptError(f"the prompt of trajectory {request.trajectory} is empty")
+        if len(tokens) >= self.context:
+            raise PromptError(
+                f"trajectory {request.trajectory} has {len(tokens)} tokens, and the context of {self.context} "
+                "leaves none to generate"
+            )
+        if len(request.response) >= request.sampling.max_tokens:
+            raise PromptError(f"the response of trajectory {request.trajectory} already has max_tokens")
+        strange = next((token for token in tokens if not 0 <= token < self.vocab), None)
+        if strange is not None:
+            raise PromptError(
+                f"trajectory {request.trajectory} contains the token id {strange}, but the vocabulary ends at "
+                f"{self.vocab - 1}"
+            )
+        limit = min(len(request.prompt) + request.sampling.max_tokens, self.context)
+        blocks = self._cache.shape.blocks(limit)
+        if blocks > self._cache.count:
+            raise PromptError(
+                f"trajectory {request.trajectory} may grow to {limit} tokens, {blocks} blocks of KV, but kv_bytes "
+                f"allows {self._cache.count}; raise kv_bytes or lower max_tokens"
+            )
+
+    def _check_free(self, request: Request) -> None:
+        if request.trajectory in self._sequences:
+            raise RequestError(f"trajectory {request.trajectory} is already here")
+
+    def _enter(self, sequence: Sequence) -> None:
+        self._sequences[sequence.request.trajectory] = sequence
+        self._arrivals += 1
+        self._scheduler.enqueue(sequence)
+
+    def _slot(self, index: int) -> Slot:
+        if not 0 <= index < len(self.slots):
+            raise SlotError(f"there is no slot {index}: the engine has {len(self.slots)}")
+        return self.slots[index]
+
+    def _serving(self, version: Version) -> int:
+        for slot in self.slots:
+            if slot.version == version:
+                return slot.index
+        serving = ", ".join(str(slot.version) for slot in self.slots if slot.version is not None) or "none"
+        raise VersionError(f"no slot serves version {version}; the versions served are: {serving}")
+
+    def _sequence(self, trajectory: TrajectoryId) -> Sequence:
+        sequence = self._sequences.get(trajectory)
+        if sequence is None:
+            raise RequestError(f"trajectory {trajectory} is not here")
+        return sequence

@@ -1,0 +1,89 @@
+// The paged KV cache and attention over it.
+//
+// Layout: [block][layer][key, value][token in block][kv head][head dim], so that a block is one piece of memory.
+#pragma once
+#include <cmath>
+
+#include "vectors.h"
+
+struct Cache {
+    float* data;
+    int32_t block_size, layers, kv_heads, head_dim;
+    float* at(int32_t block, int layer, int value) const {
+        int64_t plane = int64_t(block_size) * kv_heads * head_dim;
+        return data + ((int64_t(block) * layers + layer) * 2 + value) * plane;
+    }
+};
+
+struct Rows {
+    int32_t count, table_stride, logit_count;
+    const int64_t* token;      // [count]
+    const int32_t* position;   // [count]
+    const int32_t* sequence;   // [count], row of `table`
+    const int32_t* table;      // [sequences][table_stride] block ids
+    const int32_t* logit_row;  // [logit_count] rows whose logits are wanted
+    float* logits;             // [logit_count][vocab]
+    int16_t* routed;           // [count][layers][experts_used], or null
+};
+
+// Attention of one query row for the query heads of one kv head, over the tokens [first, last] of its sequence.
+template <int DV>
+static void attend(const Cache& cache, int layer, const int32_t* table, int first, int last, int kv_head, int group,
+                   const float* query, float scale, float cap, float* scores, int score_stride, float* out) {
+    const int size = DV * W, bs = cache.block_size, stride = cache.kv_heads * size, count = last - first + 1;
+    for (int t = first; t <= last;) {
+        int in_block = t % bs, n = bs - in_block < last + 1 - t ? bs - in_block : last + 1 - t;
+        const float* key = cache.at(table[t / bs], layer, 0) + int64_t(in_block) * stride + kv_head * size;
+        for (int j = 0; j < n; j += 4) {
+            const float* k[4];
+            for (int i = 0; i < 4; i++) k[i] = key + int64_t(j + (j + i < n ? i : 0)) * stride;
+            for (int g = 0; g < group; g++) {
+                vec acc[4] = {};
+                for (int d = 0; d < DV; d++) {
+                    vec q = load(query + g * size + d * W);
+                    for (int i = 0; i < 4; i++) acc[i] += q * load(k[i] + d * W);
+                }
+                vec4 s = sums(acc[0], acc[1], acc[2], acc[3]) * scale;
+                for (int i = 0; i < 4 && j + i < n; i++) scores[g * score_stride + t - first + j + i] = s[i];
+            }
+        }
+        t += n;
+    }
+    for (int g = 0; g < group; g++) {
+        float* s = scores + g * score_stride;
+        if (cap > 0)
+            for (int i = 0; i < count; i++) s[i] = cap * std::tanh(s[i] / cap);
+        int padded = (count + W - 1) / W * W;
+        for (int i = count; i < padded; i++) s[i] = -1e30f;
+        vec top = all(-1e30f);
+        for (int i = 0; i < padded; i += W) top = max(top, load(s + i));
+        float most = max(top);
+        vec total = {};
+        for (int i = 0; i < padded; i += W) {
+            vec e = exp(load(s + i) - most);
+            store(s + i, e);
+            total += e;
+        }
+        float scale_out = 1.0f / sum(total);
+        vec acc[DV] = {};
+        for (int t = first; t <= last;) {
+            int in_block = t % bs, n = bs - in_block < last + 1 - t ? bs - in_block : last + 1 - t;
+            const float* value = cache.at(table[t / bs], layer, 1) + int64_t(in_block) * stride + kv_head * size;
+            for (int j = 0; j < n; j++) {
+                vec p = all(s[t - first + j]);
+                for (int d = 0; d < DV; d++) acc[d] += p * load(value + int64_t(j) * stride + d * W);
+            }
+            t += n;
+        }
+        for (int d = 0; d < DV; d++) store(out + g * size + d * W, acc[d] * scale_out);
+    }
+}
+
+static void attend_any(const Cache& cache, int layer, const int32_t* table, int first, int last, int kv_head, int group,
+                       const float* query, float scale, float cap, float* scores, int stride, float* out) {
+    switch (cache.head_dim / W) {
+#define CASE(D) case D: return attend<D>(cache, layer, table, first, last, kv_head, group, query, scale, cap, scores, stride, out);
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(8) CASE(10) CASE(12) CASE(16) CASE(32)
+#undef CASE
+    }
+}

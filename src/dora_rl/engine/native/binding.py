@@ -1,0 +1,98 @@
+"""The kernels' structures as ctypes sees them. Field for field as in the C++ sources."""
+
+from __future__ import annotations
+
+import ctypes as c
+
+FLOATS = c.c_void_p
+INTS = c.c_void_p
+
+
+class Layer(c.Structure):
+    """Weights of one decoder layer; a null pointer is a part that it does not have."""
+
+    _fields_ = tuple(
+        (name, FLOATS)
+        for name in (
+            *(
+                "input_norm",
+                "q",
+                "k",
+                "v",
+                "q_bias",
+                "k_bias",
+                "v_bias",
+                "o",
+                "o_bias",
+                "q_norm",
+                "k_norm",
+                "post_norm",
+            ),
+            *("gate", "up", "down", "router", "experts_gate_up", "experts_down"),
+        )
+    )
+
+
+class Model(c.Structure):
+    """Shapes and weights of a decoder."""
+
+    _fields_ = (
+        *((name, c.c_int32) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "inner", "vocab")),
+        *((name, c.c_int32) for name in ("experts", "experts_used", "expert_inner", "norm_topk", "full_qk_norm")),
+        ("eps", c.c_float),
+        ("scale", c.c_float),
+        *((name, FLOATS) for name in ("embed", "norm", "head", "cos", "sin")),
+        ("layer", c.POINTER(Layer)),
+    )
+
+
+class Cache(c.Structure):
+    """Where the KV blocks lie."""
+
+    _fields_ = (
+        ("data", FLOATS),
+        *((name, c.c_int32) for name in ("block_size", "layers", "kv_heads", "head_dim")),
+    )
+
+
+class Rows(c.Structure):
+    """The tokens of one forward pass."""
+
+    _fields_ = (
+        *((name, c.c_int32) for name in ("count", "table_stride", "logit_count")),
+        *((name, INTS) for name in ("token", "position", "sequence", "table", "logit_row")),
+        ("logits", FLOATS),
+        ("routed", INTS),
+    )
+
+
+class Draws(c.Structure):
+    """The rows of one sampling pass."""
+
+    _fields_ = (
+        ("rows", c.c_int32),
+        ("vocab", c.c_int32),
+        ("logits", FLOATS),
+        *((name, FLOATS) for name in ("temperature", "top_p", "min_p")),
+        *((name, INTS) for name in ("top_k", "seed", "trajectory", "position", "bias_start", "bias_token")),
+        ("bias_value", FLOATS),
+        ("token", INTS),
+        *((name, FLOATS) for name in ("logprob", "model_logprob")),
+    )
+
+
+def declare(library: c.CDLL) -> c.CDLL:
+    """The library with its functions' types declared."""
+    library.vector_width.restype = c.c_int
+    library.scratch_floats.restype = c.c_int64
+    library.scratch_floats.argtypes = [c.POINTER(Model), c.c_int, c.c_int, c.c_int]
+    library.forward.restype = None
+    library.forward.argtypes = [c.POINTER(Model), c.POINTER(Cache), c.POINTER(Rows), FLOATS, c.c_int, c.c_int]
+    library.paged_attention.restype = None
+    library.paged_attention.argtypes = [
+        *(c.POINTER(Cache), c.POINTER(Rows), c.c_int, c.c_int, c.c_int, c.c_float, c.c_float),
+        *(FLOATS, FLOATS, c.c_int, FLOATS, c.c_int),
+    ]
+    library.sample.restype = None
+    library.sample.argtypes = [c.POINTER(Draws), c.c_int]
+    return library

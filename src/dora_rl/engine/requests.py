@@ -1,0 +1,120 @@
+"""What goes into the engine and what comes out of it."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from dora_rl.core.errors import SamplingError
+from dora_rl.core.events import AnyEvent
+from dora_rl.core.nouns import Attempt, Fingerprint, Record, TrajectoryId, Version
+
+
+class Sampling(Record, frozen=True, kw_only=True):
+    """How the next token is chosen."""
+
+    max_tokens: int = 256
+    """Most tokens of a response."""
+    temperature: float = 1.0
+    """0 takes the likeliest token."""
+    top_p: float = 1.0
+    """Keep the likeliest tokens that together have this probability."""
+    top_k: int = 0
+    """Keep this many of the likeliest tokens; 0 keeps all."""
+    min_p: float = 0.0
+    """Keep tokens at least this fraction as likely as the likeliest."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the response; the token that completes one is its last."""
+    stop_ids: tuple[int, ...] = ()
+    """Token ids that end the response; the id is its last token."""
+    logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
+    """Added to the logits of these token ids."""
+    seed: int = 0
+    """Part of the key of the random numbers, with the trajectory and the position."""
+
+    def check(self, vocab: int) -> None:
+        """Refuse what can't be sampled with."""
+        if self.max_tokens < 1:
+            raise SamplingError(f"max_tokens must be at least 1, not {self.max_tokens}")
+        if not 0 <= self.temperature < float("inf"):
+            raise SamplingError(f"temperature must be 0 or more, not {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise SamplingError(f"top_p must be above 0 and at most 1, not {self.top_p}")
+        if self.top_k < 0:
+            raise SamplingError(f"top_k must be 0 or more, not {self.top_k}")
+        if not 0 <= self.min_p <= 1:
+            raise SamplingError(f"min_p must lie between 0 and 1, not {self.min_p}")
+        if not 0 <= self.seed < 1 << 64:
+            raise SamplingError(f"seed must lie between 0 and 2**64 - 1, not {self.seed}")
+        for token, bias in self.logit_bias.items():
+            if not 0 <= token < vocab:
+                raise SamplingError(f"logit_bias names the token {token}, but there are only {vocab}")
+            if bias != bias or bias == float("inf"):
+                raise SamplingError(f"logit_bias of token {token} must be a number or -inf, not {bias}")
+
+
+class Request(Record, frozen=True, kw_only=True):
+    """One trajectory to generate, or to go on with from its tokens."""
+
+    trajectory: TrajectoryId
+    attempt: Attempt = 0
+    version: Version
+    prompt: tuple[int, ...]
+    response: tuple[int, ...] = ()
+    """Tokens already sampled, for a request that goes on after its KV was lost."""
+    sampling: Sampling = Sampling()
+    record_experts: bool = False
+    """Report which experts each token went through (mixture-of-experts models)."""
+
+
+class StopReason(StrEnum):
+    """Why a response ended."""
+
+    STOP = "stop"
+    """A stop id or a stop string."""
+    LENGTH = "length"
+    """`max_tokens` are there."""
+    CONTEXT = "context"
+    """Prompt and response fill the context."""
+    FAILED = "failed"
+    """The model gave no usable numbers for it."""
+
+
+class Tokens(Record, frozen=True, kw_only=True):
+    """Some tokens of a response, in order."""
+
+    trajectory: TrajectoryId
+    attempt: Attempt
+    version: Version
+    start: int
+    """Index in the response of the first token here."""
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Under the distribution really sampled from: after temperature, bias and truncation."""
+    model_logprobs: tuple[float, ...]
+    """Under the model at this temperature, with no bias and nothing truncated (temperature 1 where it is 0)."""
+    experts: Any = None
+    """int16 array [tokens, layers, experts used]: the experts of the forward pass that gave each token its logits."""
+
+
+class Finished(Record, frozen=True, kw_only=True):
+    """A response has ended; all its tokens have been reported."""
+
+    trajectory: TrajectoryId
+    attempt: Attempt
+    version: Version
+    fingerprint: Fingerprint
+    reason: StopReason
+    tokens: int
+    """Length of the response."""
+
+
+class StepOutput(Record, frozen=True, kw_only=True):
+    """What one step of the engine gave."""
+
+    tokens: tuple[Tokens, ...] = ()
+    finished: tuple[Finished, ...] = ()
+    events: tuple[AnyEvent, ...] = ()
+    """For the orchestrator: slots loaded, KV pressure, trajectories generated."""

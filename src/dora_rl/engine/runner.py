@@ -1,0 +1,72 @@
+"""The seam between scheduling and numbers: a runner computes the logits of rows with the weights of one version.
+
+Two runners stand behind it: `native.runner` for the model families that the C++ kernels know, and `generic` for every
+other causal LM of `transformers`. Both keep the same cache layout and give the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from dora_rl.core.errors import ModelError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import torch
+
+    from dora_rl.engine.config import EngineConfig
+    from dora_rl.engine.kv import KvCache
+    from dora_rl.engine.rows import Rows
+
+
+class Runner(Protocol):
+    """A version's weights, ready to compute."""
+
+    def forward(self, rows: Rows, threads: int, record_experts: bool) -> torch.Tensor:
+        """Logits [logit_count, vocab] in float32, valid until the next call; the rows' KV is written."""
+        ...
+
+    def experts(self) -> npt.NDArray[np.int16]:
+        """[count, layers, experts used] of the last recorded forward pass."""
+        ...
+
+
+MakeRunner = Callable[[Mapping[str, Any]], Runner]
+
+
+def runner_factory(
+    model: Any, cache: KvCache, config: EngineConfig, limit: int, context: int
+) -> tuple[MakeRunner, str]:
+    """What makes runners for versions of this model, and its name."""
+    from dora_rl.engine.generic import GenericRunner
+    from dora_rl.engine.native.build import build
+    from dora_rl.engine.native.runner import NativeRunner, obstacle
+
+    library, missing = build() if config.kernels != "torch" else (None, "kernels are set to torch")
+    why_not = obstacle(model, library) if library is not None else missing
+    if not why_not:
+        return lambda tensors: NativeRunner(model, tensors, cache, limit, context), "native"
+    if config.kernels == "native":
+        raise ModelError(f"kernels are set to native, but: {why_not}; set kernels to auto")
+    return lambda tensors: GenericRunner(model, tensors, cache, context, config.kernels != "torch"), "generic"
+
+
+def named(model: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """All parameters of the module from a version's tensors; a tied head may be left out of them."""
+    found: dict[str, Any] = {}
+    missing = []
+    tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        source = name if name in tensors else tied.get(name, name)
+        if source not in tensors:
+            missing.append(name)
+            continue
+        tensor = tensors[source]
+        if tensor.shape != parameter.shape:
+            raise ModelError(f"weight '{name}' has the shape {tuple(tensor.shape)}, not {tuple(parameter.shape)}")
+        found[name] = tensor
+    if missing:
+        raise ModelError(f"the weights lack '{missing[0]}'" + (f" and {len(missing) - 1} more" if missing[1:] else ""))
+    return found

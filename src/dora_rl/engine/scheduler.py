@@ -1,0 +1,323 @@
+"""Who runs in the next step, and in which blocks.
+
+    waiting --admit--> running --finish, abort, export--> gone
+                        |   ^
+                  pre-empt   return          (KV in host memory; dropped only when that is full)
+                        v   |
+                      swapped
+
+Invariants:
+- at most `max_requests` run, over all slots; the blocks in use never exceed the pool, the swapped KV never its cap;
+- the oldest running request can always go on: it may take the blocks of every newer one, and no request is let in that
+  does not fit alone;
+- swapped requests return before waiting ones are admitted;
+- order is that of arrival, so a run repeats.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dora_rl.engine.batch import Flushed
+from dora_rl.engine.blocks import BlockPool
+from dora_rl.engine.prompts import PromptKey, SharedPrompts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dora_rl.engine.batch import Batch
+    from dora_rl.engine.config import EngineConfig
+    from dora_rl.engine.kv import KvCache
+    from dora_rl.engine.sequence import Sequence
+
+
+@dataclass(slots=True, kw_only=True)
+class Stats:
+    """What the engine has done so far, in tokens and times."""
+
+    decoded: int = 0
+    prefilled: int = 0
+    reprefilled: int = 0
+    """Tokens whose KV existed once and was computed again."""
+    shared: int = 0
+    """Prompt tokens that a sibling had already computed."""
+    preempted: int = 0
+    recomputed: int = 0
+    """Pre-emptions and moves whose KV had to be dropped, since host memory was full."""
+    copied_blocks: int = 0
+    exported: int = 0
+    imported: int = 0
+
+
+class Scheduler:
+    """Requests and blocks of one engine."""
+
+    def __init__(
+        self, cache: KvCache, batches: list[Batch], config: EngineConfig, flushed: Callable[[Sequence, Flushed], None]
+    ) -> None:
+        self.cache = cache
+        self.pool = BlockPool(cache.count)
+        self.prompts = SharedPrompts(self.pool)
+        self.waiting: list[Sequence] = []
+        self.swapped: list[Sequence] = []
+        self.stats = Stats()
+        self.host_used = 0
+        self.pressed = False
+        """A request was pre-empted since this was last cleared."""
+        self.loads = [0] * len(batches)
+        """How often each slot has been loaded."""
+        self._batches = batches
+        self._config = config
+        self._flushed = flushed
+
+    # Requests come and go.
+
+    def enqueue(self, sequence: Sequence) -> None:
+        """Wait for room."""
+        insort(self.waiting, sequence, key=lambda other: other.arrival)
+        self.prompts.join(self._key(sequence))
+
+    def drop(self, sequence: Sequence) -> None:
+        """Forget a request wherever it is; its tokens must have been flushed if it runs."""
+        if sequence.row >= 0:
+            self._batches[sequence.slot].remove(sequence)
+        elif sequence in self.swapped:
+            self.swapped.remove(sequence)
+        else:
+            self.waiting.remove(sequence)
+            self.prompts.leave(self._key(sequence))
+        self._release(sequence)
+
+    def flush(self, sequence: Sequence) -> None:
+        """Report what a running sequence has sampled so far."""
+        if sequence.row >= 0:
+            self._flushed(sequence, self._batches[sequence.slot].flush(sequence))
+
+    def requeue(self, sequence: Sequence) -> None:
+        """Back to the waiting ones, without KV."""
+        self.flush(sequence)
+        self.drop(sequence)
+        sequence.forget_kv()
+        self.enqueue(sequence)
+
+    def adopt(self, sequence: Sequence) -> None:
+        """A sequence that comes with its KV in `host`: run it now, keep it on the host, or compute it again."""
+        assert sequence.host is not None
+        if self._returns(sequence):
+            self._come_back(sequence)
+        elif self.host_used + sequence.host.nbytes <= self._config.host_bytes:
+            self.host_used += sequence.host.nbytes
+            insort(self.swapped, sequence, key=lambda other: other.arrival)
+        else:
+            self.stats.recomputed += 1
+            sequence.forget_kv()
+            self.enqueue(sequence)
+
+    @property
+    def running(self) -> int:
+        return sum(len(batch) for batch in self._batches)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens' worth of blocks in use."""
+        return (self.pool.count - self.pool.free) * self.cache.shape.block_size
+
+    # One step's plan.
+
+    def plan(self) -> list[list[tuple[Sequence, int]]]:
+        """Blocks for every decoding row, then returns, admissions and prefill: for each slot, chunks to prefill."""
+        self._extend_all()
+        before = self.running
+        while self.swapped and self._returns(self.swapped[0]):
+            sequence = self.swapped.pop(0)
+            assert sequence.host is not None
+            self.host_used -= sequence.host.nbytes
+            self._come_back(sequence)
+        if not self.swapped:
+            self._admit()
+        if self.running != before:
+            self._extend_all()
+        return self._chunks()
+
+    def _extend_all(self) -> None:
+        for batch in self._batches:
+            self._extend(batch)
+
+    def _extend(self, batch: Batch) -> None:
+        """Every decoding row gets a block of its own to write into."""
+        size = self.cache.shape.block_size
+        rows = batch.decode_rows()
+        position = batch.position[rows]
+        held = self.pool.holders[batch.rows.table[rows, position // size]]
+        needy = rows[(position % size == 0) | (held > 1)]
+        for sequence in [batch.sequences[row] for row in needy]:
+            if sequence.row < 0 or not self._room(1, sequence):
+                continue
+            position_now = int(batch.position[sequence.row])
+            if position_now % size == 0:
+                sequence.blocks.append(self.pool.take())
+            elif self.pool.holders[sequence.blocks[-1]] > 1:
+                self._own_last(sequence)
+            batch.set_blocks(sequence)
+
+    def _own_last(self, sequence: Sequence) -> None:
+        """Copy on write: the last block becomes its own."""
+        shared = sequence.blocks[-1]
+        sequence.blocks[-1] = self.pool.take()
+        self.cache.copy(shared, sequence.blocks[-1])
+        self.pool.release([shared])
+        self.stats.copied_blocks += 1
+
+    def _admit(self) -> None:
+        """Start waiting requests, in order, while there are rows and blocks for their prompts."""
+        left: list[Sequence] = []
+        for index, sequence in enumerate(self.waiting):
+            if self.running >= self._config.max_requests:
+                left += self.waiting[index:]
+                break
+            key = self._key(sequence)
+            if self.prompts.busy(key):
+                left.append(sequence)
+                continue
+            shared = self.prompts.blocks(key)
+            needed = self.cache.shape.blocks(sequence.length) - (len(shared) if shared else 0) + 1
+            if not self._spare(needed):
+                left += self.waiting[index:]
+                break
+            # Making room may have cost the shared prompt itself.
+            self._start(sequence, key, self.prompts.blocks(key))
+        self.waiting = left
+
+    def _start(self, sequence: Sequence, key: PromptKey, shared: list[int] | None) -> None:
+        if shared:
+            self.pool.share(shared)
+            sequence.blocks = list(shared)
+            sequence.computed = sequence.prompt_length - 1
+            self.stats.shared += sequence.computed
+        else:
+            self.prompts.begin(key, sequence)
+        self.prompts.leave(key)
+        self._batches[sequence.slot].add(sequence)
+
+    def _chunks(self) -> list[list[tuple[Sequence, int]]]:
+        """Which prompt tokens this step computes, oldest request first."""
+        budget = self._config.prefill_chunk
+        chunks: list[list[tuple[Sequence, int]]] = [[] for _ in self._batches]
+        prefilling = [sequence for batch in self._batches for sequence in batch.sequences[batch.decoding :]]
+        for sequence in sorted(prefilling, key=lambda one: one.arrival):
+            if sequence.row < 0 or budget <= 0:
+                continue
+            count = min(budget, sequence.length - sequence.computed)
+            needed = self.cache.shape.blocks(sequence.computed + count) - len(sequence.blocks)
+            shared = bool(sequence.blocks) and self._last_is_shared(sequence)
+            if not self._room(needed + shared, sequence):
+                continue
+            if shared:
+                self._own_last(sequence)
+            sequence.blocks.extend(self.pool.take() for _ in range(needed))
+            self._batches[sequence.slot].set_blocks(sequence)
+            chunks[sequence.slot].append((sequence, count))
+            budget -= count
+        # Making room for one may have pre-empted another that already had its chunk.
+        return [[(sequence, count) for sequence, count in some if sequence.row >= 0] for some in chunks]
+
+    def _last_is_shared(self, sequence: Sequence) -> bool:
+        size = self.cache.shape.block_size
+        return sequence.computed % size != 0 and self.pool.holders[sequence.blocks[-1]] > 1
+
+    def prefilled(self, sequence: Sequence, count: int) -> None:
+        """Tokens of a sequence were computed."""
+        again = max(0, min(sequence.known, sequence.computed + count) - sequence.computed)
+        self.stats.reprefilled += again
+        self.stats.prefilled += count - again
+        sequence.computed += count
+        if sequence.computed >= sequence.prompt_length > 1:
+            held = self.cache.shape.blocks(sequence.prompt_length - 1)
+            self.prompts.computed(self._key(sequence), sequence, sequence.blocks[:held])
+
+    # Memory.
+
+    def _spare(self, blocks: int) -> bool:
+        """So many blocks are free, and one more for each running request to grow into."""
+        running = self.running
+        return self.pool.free >= blocks + running if running else self._pool_has(blocks)
+
+    def _pool_has(self, blocks: int) -> bool:
+        while self.pool.free < blocks and self.prompts.let_go():
+            pass
+        return self.pool.free >= min(blocks, self.pool.count)
+
+    def _returns(self, sequence: Sequence) -> bool:
+        has_row = self.running < self._config.max_requests
+        return has_row and self._spare(self.cache.shape.blocks(sequence.computed) + 1)
+
+    def _come_back(self, sequence: Sequence) -> None:
+        assert sequence.host is not None
+        sequence.blocks = [self.pool.take() for _ in range(len(sequence.host))]
+        self.cache.scatter(sequence.host, sequence.blocks)
+        sequence.host = sequence.keep_alive = None
+        self._batches[sequence.slot].add(sequence)
+
+    def _room(self, blocks: int, wanting: Sequence) -> bool:
+        """Make so many blocks free by pre-empting newer requests; False if the wanting one itself had to go."""
+        while self.pool.free < blocks:
+            others = (one for batch in self._batches for one in batch.sequences if one is not wanting)
+            newest = max(others, key=lambda one: one.arrival, default=None)
+            if newest is not None and newest.arrival > wanting.arrival:
+                self._preempt(newest)
+            elif self.prompts.let_go():
+                continue
+            elif newest is not None:
+                self._preempt(wanting)
+                return False
+            else:
+                raise AssertionError("a request was let in that does not fit alone")
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Out of the batch, KV to the host; dropped only if the host is full."""
+        self.pressed = True
+        self.stats.preempted += 1
+        self.flush(sequence)
+        blocks = self.cache.shape.blocks(sequence.computed)
+        size = blocks * self.cache.shape.block_bytes
+        if not blocks or self.host_used + size > self._config.host_bytes:
+            self.stats.recomputed += bool(blocks)
+            self.requeue(sequence)
+            return
+        host = self.cache.host(blocks)
+        self.cache.gather(sequence.blocks[:blocks], sequence.computed, host)
+        self._batches[sequence.slot].remove(sequence)
+        self._release(sequence)
+        sequence.host = host
+        self.host_used += size
+        insort(self.swapped, sequence, key=lambda other: other.arrival)
+
+    def _release(self, sequence: Sequence) -> None:
+        self.prompts.lost(self._key(sequence), sequence)
+        self.pool.release(sequence.blocks)
+        sequence.blocks = []
+        if sequence.host is not None:
+            self.host_used -= sequence.host.nbytes
+            sequence.host = sequence.keep_alive = None
+
+    def _key(self, sequence: Sequence) -> PromptKey:
+        return PromptKey(sequence.slot, self.loads[sequence.slot], sequence.request.prompt)
+
+    def check(self) -> None:
+        """Every block, host byte and row is accounted for."""
+        self.pool.check()
+        holders = np.zeros_like(self.pool.holders)
+        for batch in self._batches:
+            for row, sequence in enumerate(batch.sequences):
+                assert sequence.row == row
+                np.add.at(holders, sequence.blocks, 1)
+        for blocks in self.prompts.held():
+            np.add.at(holders, blocks, 1)
+        assert (holders == self.pool.holders).all(), "a block has a holder that nobody knows"
+        kept = sum(sequence.host.nbytes for sequence in self.swapped if sequence.host is not None)
+        assert kept == self.host_used, f"{self.host_used} bytes of host memory counted, {kept} used"

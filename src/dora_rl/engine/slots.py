@@ -1,0 +1,77 @@
+"""Slots: places for one version's weights each, loaded beside decoding.
+
+Invariants:
+- a slot serves one version, or none; what it serves changes only between two steps;
+- loading happens in a thread of its own: mapping the file, touching its pages, checking shapes. Decoding goes on
+  meanwhile, in this slot (in-flight update) or in others.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dora_rl.core.errors import DoraError
+
+if TYPE_CHECKING:
+    from dora_rl.core.accounting import TimeAccount
+    from dora_rl.core.nouns import Fingerprint, Version
+    from dora_rl.core.ports import WeightSource
+    from dora_rl.engine.batch import Batch
+    from dora_rl.engine.runner import MakeRunner, Runner
+
+PAGE = 4096
+
+
+class Loading:
+    """A version on its way into a slot."""
+
+    def __init__(self, version: Version, in_flight: bool, weights: WeightSource, make: MakeRunner) -> None:
+        self.version = version
+        self.in_flight = in_flight
+        self.runner: Runner | None = None
+        self.fingerprint: Fingerprint = ""
+        self.error: DoraError | None = None
+        self._thread = threading.Thread(target=self._load, args=(weights, make), daemon=True, name=f"load v{version}")
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Until it is done."""
+        self._thread.join()
+
+    def _load(self, weights: WeightSource, make: MakeRunner) -> None:
+        try:
+            tensors = weights.tensors(self.version)
+            for tensor in tensors.values():
+                _touch(tensor)
+            self.fingerprint = weights.fingerprint(self.version)
+            self.runner = make(tensors)
+        except DoraError as error:
+            self.error = error
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            self.error = DoraError(f"version {self.version} can't be loaded: {error}")
+
+
+class Slot:
+    """One place for one version."""
+
+    def __init__(self, index: int, batch: Batch, account: TimeAccount) -> None:
+        self.index = index
+        self.batch = batch
+        self.account = account
+        self.version: Version | None = None
+        self.fingerprint: Fingerprint = ""
+        self.runner: Runner | None = None
+        self.loading: Loading | None = None
+
+
+def _touch(tensor: Any) -> None:
+    """Read a byte of each page, so that the first decode step does not wait for them one by one."""
+    if tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel():
+        tensor.view(-1).view(torch.uint8)[::PAGE].sum()

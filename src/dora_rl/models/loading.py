@@ -1,0 +1,119 @@
+"""Loading a causal language model of `transformers` from a folder, a hub name or a GGUF file.
+
+Invariants:
+- what is returned is a plain module in the wanted dtype on the wanted device, in evaluation mode, with no traces of
+  quantisation, so that `save_pretrained` writes safetensors which `from_pretrained` loads again;
+- no code from a model repository is ever run: `trust_remote_code` is off and can't be switched on.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from dora_rl.core.config import Config
+from dora_rl.core.errors import ModelError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Device = Literal["cpu", "cuda", "mps"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+class ModelConfig(Config):
+    """Which model, and where and in which precision it runs."""
+
+    path: str
+    """A folder with safetensors, a name on the hub, or a `.gguf` file."""
+    device: Device = "cpu"
+    """Where the weights live."""
+    dtype: Dtype = "float32"
+    """Precision of the weights and of the computation."""
+
+
+class LoadedModel(NamedTuple):
+    """A model and its tokenizer; a model of bare token ids has none."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+
+
+def torch_dtype(name: Dtype) -> torch.dtype:
+    """The torch dtype of a setting."""
+    import torch
+
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def load(config: ModelConfig) -> LoadedModel:
+    """The model and its tokenizer (None where the folder has no tokenizer)."""
+    from transformers import AutoModelForCausalLM
+
+    check_device(config.device)
+    where = _source(config.path)
+    model: Any  # transformers' own annotations do not hold for `to` and `eval`
+    try:
+        model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch_dtype(config.dtype), trust_remote_code=False)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ModelError(f"cannot load the model '{config.path}': {_first_line(error)}") from error
+    if "gguf_file" in where:
+        _forget_quantisation(model)
+    model.to(config.device)
+    model.eval()
+    return LoadedModel(model, load_tokenizer(config))
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase | None:
+    """The tokenizer that stands beside the weights, if there is one."""
+    from transformers import AutoTokenizer
+
+    folder = Path(config.path)
+    if folder.is_dir() and not any(folder.glob("tokenizer*")):
+        return None
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            **_source(config.path), trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"cannot load the tokenizer of '{config.path}': {_first_line(error)}") from error
+    return tokenizer
+
+
+def check_device(device: Device) -> None:
+    """Refuse a device that this machine or this torch does not have."""
+    import torch
+
+    present = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if not present[device]:
+        have = ", ".join(name for name, there in present.items() if there)
+        raise ModelError(f"device '{device}' is not available here; set device to one of: {have}")
+
+
+def _source(path: str) -> dict[str, Any]:
+    """How `from_pretrained` is told where the model is."""
+    if path.endswith(".gguf"):
+        file = Path(path)
+        if not file.is_file():
+            raise ModelError(f"there is no GGUF file '{path}'")
+        return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    looks_local = path.startswith((".", "/", "~")) or Path(path).exists()
+    if looks_local and not (Path(path).expanduser() / "config.json").is_file():
+        raise ModelError(f"'{path}' is not a model folder: there is no config.json in it")
+    return {"pretrained_model_name_or_path": str(Path(path).expanduser()) if looks_local else path}
+
+
+def _forget_quantisation(model: Any) -> None:
+    """The weights of a GGUF file arrive dequantised; the labels that say otherwise would make it unsaveable."""
+    for owner in (model, model.config):
+        for name in ("hf_quantizer", "is_quantized", "quantization_method", "quantization_config"):
+            if name in vars(owner):
+                delattr(owner, name)
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -1,0 +1,102 @@
+"""Attention over trajectories packed without padding, plugged in through transformers' attention interface.
+
+A packed forward is one row of N tokens. Everything but attention treats tokens alone, so it needs no padding at all.
+For attention the tokens are gathered into rows, one for each trajectory, and rows of like length form a bucket that
+is padded on the right. Under a causal mask padding on the right is never looked at, so no mask is needed.
+
+A token may stand in several rows: siblings share the tokens of their prompt, which are computed once. Its attention
+output is taken from one of them (they are equal), and its keys and values receive the gradients of all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from dora_rl.core.errors import ModelError
+
+NAME = "dora_packed"
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLayout:
+    """Which tokens attend to which."""
+
+    rows: tuple[Tensor, ...]
+    """For each bucket [b, L]: the packed index of each token; padding repeats an index and is never read."""
+    outputs: Tensor
+    """[N] where each packed token's output stands in the flattened, concatenated buckets."""
+
+    def to(self, device: torch.device) -> PackedLayout:
+        return PackedLayout(tuple(rows.to(device) for rows in self.rows), self.outputs.to(device))
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packed: PackedLayout,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """[1, H, N, D] queries, keys and values to [1, N, H, D]; the signature is that of transformers."""
+    if s_aux is not None:
+        raise ModelError(f"{type(module).__name__} uses attention sinks, which packed training does not know")
+    assert attention_mask is None
+    flat = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+    outputs = []
+    for rows in packed.rows:
+        index = rows.flatten()
+        q, k, v = (
+            tensor.index_select(0, index).view(*rows.shape, *tensor.shape[1:]).transpose(1, 2) for tensor in flat
+        )
+        attended = _attend(q, k, v, scaling, dropout, sliding_window, softcap)
+        outputs.append(attended.transpose(1, 2).flatten(0, 1))
+    joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return joined.index_select(0, packed.outputs).unsqueeze(0), None
+
+
+def _gather(tensor: Tensor, rows: Tensor) -> Tensor:
+    """[N, H, D] to [b, H, L, D]."""
+    return tensor.index_select(0, rows.flatten()).view(*rows.shape, *tensor.shape[1:]).transpose(1, 2)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, scaling: float | None, dropout: float, window: int | None, softcap: float | None
+) -> Tensor:
+    """Causal attention [b, H, L, D] with fewer heads in k and v than in q, perhaps."""
+    length = q.shape[2]
+    grouped = q.shape[1] != k.shape[1]
+    windowed = window is not None and window < length
+    if not windowed and softcap is None:
+        return functional.scaled_dot_product_attention(
+            q, k, v, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=grouped
+        )
+    mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+    if windowed:
+        assert window is not None
+        mask = mask.triu(1 - window)
+    if softcap is None:
+        return functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=dropout, scale=scaling, enable_gqa=grouped
+        )
+    if grouped:
+        k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
+    scores = q @ k.transpose(2, 3) * (q.shape[3] ** -0.5 if scaling is None else scaling)
+    scores = (torch.tanh(scores / softcap) * softcap).masked_fill(~mask, -torch.inf)
+    return functional.dropout(scores.softmax(-1), dropout) @ v
+
+
+ALL_ATTENTION_FUNCTIONS.register(NAME, packed_attention)

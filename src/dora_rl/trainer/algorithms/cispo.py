@@ -1,0 +1,19 @@
+"""CISPO (MiniMax-M1, arXiv 2506.13585): the ratio is a bounded weight, and no token loses its gradient."""
+
+from __future__ import annotations
+
+import torch
+
+from dora_rl.trainer.algorithms.algorithm import Algorithm, Clip, TokenLoss, Tokens
+from dora_rl.trainer.algorithms.grpo import normalised
+
+
+def bounded_weight(tokens: Tokens, clip: Clip) -> TokenLoss:
+    """Policy gradient weighted by the clipped ratio."""
+    ratio = tokens.log_ratio.detach().exp()
+    weight = ratio.clamp(1 - clip.low, 1 + clip.high)
+    return TokenLoss(-weight * tokens.advantages * tokens.logprobs, ratio, torch.ne(weight, ratio))
+
+
+# As in the paper, there is no lower bound: low = 1 puts it at 0.
+CISPO = Algorithm(advantage=normalised, policy_loss=bounded_weight, aggregation="token_mean", clip=Clip(1.0, 0.28))

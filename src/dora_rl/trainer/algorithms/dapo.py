@@ -1,0 +1,10 @@
+"""DAPO (Yu et al., arXiv 2503.14476): a higher upper bound, token mean. Its dynamic sampling is `no_signal = "skip"`,
+its soft punishment of overlong answers belongs to the reward."""
+
+from __future__ import annotations
+
+from dora_rl.trainer.algorithms.algorithm import Algorithm, Clip
+from dora_rl.trainer.algorithms.grpo import normalised
+from dora_rl.trainer.algorithms.pieces import ppo_clip
+
+DAPO = Algorithm(advantage=normalised, policy_loss=ppo_clip, aggregation="token_mean", clip=Clip(0.2, 0.28))

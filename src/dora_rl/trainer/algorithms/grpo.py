@@ -1,0 +1,26 @@
+"""GRPO (Shao et al., DeepSeekMath, arXiv 2402.03300): rewards normalised in their group, PPO clip, sequence mean."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dora_rl.trainer.algorithms.algorithm import Algorithm, Clip, Rewards
+from dora_rl.trainer.algorithms.pieces import ppo_clip
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+# Keeps a group of equal rewards at zero; the size is the one in common use, so that results compare.
+EPSILON = 1e-4
+
+
+def normalised(rewards: Rewards) -> list[NDArray[np.float64]]:
+    """(r - mean) / (standard deviation + epsilon), in each group."""
+    return [
+        (group - group.mean()) / ((group.std(ddof=1) if len(group) > 1 else 0.0) + EPSILON)  # of the sample
+        for group in rewards
+    ]
+
+
+GRPO = Algorithm(advantage=normalised, policy_loss=ppo_clip, aggregation="sequence_mean", clip=Clip(0.2, 0.2))

@@ -1,0 +1,17 @@
+"""GSPO (Zheng et al., arXiv 2507.18071): one ratio for a trajectory, the geometric mean of its token ratios."""
+
+from __future__ import annotations
+
+from dora_rl.trainer.algorithms.algorithm import Algorithm, Clip, TokenLoss, Tokens
+from dora_rl.trainer.algorithms.grpo import normalised
+from dora_rl.trainer.algorithms.pieces import clipped_surrogate, sequence_sum
+
+
+def sequence_clip(tokens: Tokens, clip: Clip) -> TokenLoss:
+    """The surrogate on trajectory ratios, said for each of their tokens."""
+    log_ratio = sequence_sum(tokens.log_ratio, tokens.sequence, len(tokens.lengths)) / tokens.lengths
+    return clipped_surrogate(log_ratio[tokens.sequence].exp(), tokens.advantages, clip)
+
+
+# Trajectory ratios vary far less than token ratios; the bounds are the paper's.
+GSPO = Algorithm(advantage=normalised, policy_loss=sequence_clip, aggregation="sequence_mean", clip=Clip(3e-4, 4e-4))

@@ -1,0 +1,20 @@
+"""The recipe of the LongCat-Flash-Thinking report (arXiv 2509.18883): triplet clip, constant-length denominator.
+
+Three bounds: for negative advantages one below and one above, for positive ones one above. The upper bound for
+negative advantages keeps a token that the policy has made much likelier from blowing up the gradient. The report
+also truncates the gap between engines: set `correction = "token_truncate"`.
+"""
+
+from __future__ import annotations
+
+from dora_rl.trainer.algorithms.algorithm import Algorithm, Clip
+from dora_rl.trainer.algorithms.grpo import normalised
+from dora_rl.trainer.algorithms.pieces import ppo_clip
+
+# The report gives no values: the first two are DAPO's, the third is the usual one of dual-clip PPO (arXiv 1912.09729).
+LONGCAT = Algorithm(
+    advantage=normalised,
+    policy_loss=ppo_clip,
+    aggregation="constant_length",
+    clip=Clip(low=0.2, high=0.28, negative=3.0),
+)

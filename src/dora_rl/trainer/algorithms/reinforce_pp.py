@@ -1,0 +1,38 @@
+"""REINFORCE++ (Hu et al., arXiv 2501.03262): advantages normalised over all trajectories of the step.
+
+The baseline variant subtracts the mean of the group first. Both need the rewards of the whole step, so a step with
+them takes groups as they come but computes at the end.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dora_rl.trainer.algorithms.algorithm import Algorithm, Clip, Rewards
+from dora_rl.trainer.algorithms.dr_grpo import centred
+from dora_rl.trainer.algorithms.grpo import EPSILON
+from dora_rl.trainer.algorithms.pieces import ppo_clip
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+def normalised_over_step(rewards: Rewards) -> list[NDArray[np.float64]]:
+    """(r - mean) / (standard deviation + epsilon), over the step."""
+    flat = np.concatenate(rewards)
+    return [(group - flat.mean()) / (flat.std() + EPSILON) for group in rewards]
+
+
+def centred_then_normalised(rewards: Rewards) -> list[NDArray[np.float64]]:
+    """r - mean of the group, then normalised over the step."""
+    return normalised_over_step(centred(rewards))
+
+
+REINFORCE_PP = Algorithm(
+    advantage=normalised_over_step, scope="step", policy_loss=ppo_clip, aggregation="token_mean", clip=Clip(0.2, 0.2)
+)
+REINFORCE_PP_BASELINE = Algorithm(
+    advantage=centred_then_normalised, scope="step", policy_loss=ppo_clip, aggregation="token_mean", clip=Clip(0.2, 0.2)
+)

@@ -1,0 +1,168 @@
+"""Checkpoints: a folder that users can load, and beside it the state that a run goes on from.
+
+    version-00000012.0/
+      policy/      what `AutoModelForCausalLM.from_pretrained` loads, with the tokenizer; LoRA is merged in
+      adapter/     the adapter alone, as `peft` writes it (LoRA only)
+      state/       trained weights, moments and random states, sharded by `torch.distributed.checkpoint`
+      state.json   version, updates and the position of the ledger
+
+Invariants:
+- a folder under its final name is whole. It is written under another name, forced to disk, and renamed; what is
+  deleted is renamed away first. So a kill at any moment leaves the last good checkpoint, and at most litter that the
+  next save sweeps up;
+- a version saved again (after going back to an earlier one) gets the next number behind the dot; nothing is
+  overwritten. The checkpoint to go on from is the last by (version, number);
+- the state does not depend on the number of processes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import warnings
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+
+from dora_rl.core.durable import sync, sync_tree
+from dora_rl.core.errors import CheckpointError
+from dora_rl.core.nouns import Record, Version
+from dora_rl.trainer import adapter
+from dora_rl.trainer.trainer import Trainer
+
+_NAME = re.compile(r"version-(\d{8})\.(\d+)")
+_LITTER = ".partial-"
+
+
+class Restored(Record, frozen=True, kw_only=True):
+    """Where a run goes on."""
+
+    version: Version
+    position: dict[str, Any]
+    """What was handed to `save`: the position of the ledger."""
+
+
+def save(
+    folder: Path, trainer: Trainer, *, position: Mapping[str, Any] | None = None, tokenizer: Any = None, keep: int = 2
+) -> Path:
+    """Write a checkpoint of the trainer's version, and delete all but the newest `keep`. All processes call this."""
+    folder.mkdir(parents=True, exist_ok=True)
+    number = 1 + max((number for version, number, _ in _all(folder) if version == trainer.version), default=-1)
+    final = folder / f"version-{trainer.version:08d}.{number}"
+    staged = folder / f"{_LITTER}{final.name}"
+    writes = trainer.world.rank == 0
+    if writes:
+        _sweep(folder)
+        staged.mkdir()
+    trainer.world.barrier()
+    save_policy(staged / "policy", trainer, tokenizer)
+    if writes and trainer.adapted is not None:
+        adapter_state = adapter.trained_state(trainer.model, trainer.adapted)
+        trainer.adapted.save_pretrained(staged / "adapter", state_dict=adapter_state)
+    alone = trainer.world.size == 1
+    with _quiet():
+        save_shards(_state(trainer), checkpoint_id=staged / "state", no_dist=alone)
+    if writes:
+        record = {"version": trainer.version, "updates": trainer.optimiser.updates, "position": dict(position or {})}
+        (staged / "state.json").write_text(json.dumps(record, indent=1))
+        sync_tree(staged)
+        staged.rename(final)
+        sync(folder)
+        for _, _, old in _all(folder)[:-keep]:
+            _delete(old)
+    trainer.world.barrier()
+    return final
+
+
+def latest(folder: Path) -> Path | None:
+    """The checkpoint to go on from."""
+    found = _all(folder)
+    return found[-1][2] if found else None
+
+
+def restore(path: Path, trainer: Trainer) -> Restored:
+    """Put a checkpoint's state into a trainer with the same model and settings, on any number of processes."""
+    try:
+        record = json.loads((path / "state.json").read_text())
+        stored = FileSystemReader(path / "state").read_metadata().state_dict_metadata
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"'{path}' is not a checkpoint: {error}") from error
+    theirs = {name: tuple(getattr(kind, "size", ())) for name, kind in stored.items() if name.startswith("weights.")}
+    ours = {name: tuple(tensor.shape) for name, tensor in _state(trainer).items() if name.startswith("weights.")}
+    if theirs != ours:
+        name = min(set(theirs.items()) ^ set(ours.items()))[0]
+        raise CheckpointError(f"'{path}' is of another model: they differ in '{name.partition('.')[2]}'")
+    trainer.abandon()
+    trainer.optimiser.allocate({name.split(".", 2)[2] for name in stored if name.startswith("moment.")})
+    wanted = {name: value for name, value in _state(trainer).items() if name in stored}
+    with _quiet():
+        load_shards(wanted, checkpoint_id=path / "state", no_dist=trainer.world.size == 1)
+    trainer.optimiser.take_moments({name: value for name, value in wanted.items() if name.startswith("moment.")})
+    random = wanted.get(f"random.{trainer.world.rank}")
+    if random is not None:
+        torch.set_rng_state(random)
+    trainer.optimiser.updates = record["updates"]
+    trainer.optimiser.refresh()
+    trainer.version = record["version"]
+    return Restored(version=record["version"], position=record["position"])
+
+
+def _state(trainer: Trainer) -> dict[str, Tensor]:
+    """All tensors that a run goes on from, by name. The weights among them are the trainer's own memory."""
+    weights = adapter.trained_state(trainer.model, trainer.adapted)
+    return {
+        **{f"weights.{name}": tensor for name, tensor in weights.items()},
+        **trainer.optimiser.moments(),
+        f"random.{trainer.world.rank}": torch.get_rng_state(),
+    }
+
+
+def save_policy(path: Path, trainer: Trainer, tokenizer: Any) -> None:
+    """The folder for users. Gathering takes all processes; one keeps the result and writes."""
+    merged = adapter.merged_state(trainer.model, trainer.adapted)
+    if trainer.world.rank != 0:
+        deque(merged, maxlen=0)
+        return
+    trainer.model.save_pretrained(path, state_dict=dict(merged))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(path)
+
+
+def _all(folder: Path) -> list[tuple[Version, int, Path]]:
+    """Whole checkpoints, oldest first."""
+    if not folder.is_dir():
+        return []
+    found = []
+    for entry in folder.iterdir():
+        name = _NAME.fullmatch(entry.name)
+        if name:
+            found.append((int(name[1]), int(name[2]), entry))
+    return sorted(found)
+
+
+def _sweep(folder: Path) -> None:
+    for entry in folder.iterdir():
+        if entry.name.startswith(_LITTER):
+            shutil.rmtree(entry)
+
+
+def _delete(path: Path) -> None:
+    litter = path.with_name(f"{_LITTER}{path.name}")
+    path.rename(litter)
+    shutil.rmtree(litter)
+
+
+class _quiet(warnings.catch_warnings):  # noqa: N801
+    """torch.distributed.checkpoint warns that there is only one process, and about its own deprecations."""
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        warnings.simplefilter("ignore")

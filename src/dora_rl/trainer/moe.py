@@ -1,0 +1,86 @@
+"""Mixture-of-experts: the routers of a model, watched and, where the trajectory says so, replayed.
+
+All routers of `transformers` return (logits, weights, indices). Replay keeps the logits, and so the gradient to the
+router, and takes the indices from rollout: a token that rollout sent to some experts is trained through the same.
+This knows the routers that weigh experts by a softmax over all of them (Qwen-MoE, OLMoE, Mixtral).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dora_rl.core.errors import ModelError
+
+# Router class -> whether the weights of the chosen experts always sum to one; None asks the router's own setting.
+_SOFTMAX_ROUTERS: dict[str, bool | None] = {
+    "Qwen2MoeTopKRouter": None,
+    "Qwen3MoeTopKRouter": None,
+    "OlmoeTopKRouter": None,
+    "MixtralTopKRouter": True,
+}
+
+
+class Routers:
+    """Hooks on all routers of a model. Between `begin` and `end` they replay and record."""
+
+    def __init__(self, model: nn.Module, replay: bool) -> None:
+        self._replay = replay
+        self._experts: Tensor | None = None
+        self._seen: dict[int, tuple[Tensor, Tensor]] = {}
+        self.routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
+        for layer, router in enumerate(self.routers):
+            router.register_forward_hook(self._hook(layer))
+
+    def begin(self, experts: Tensor | None) -> None:
+        """A forward pass follows; `experts` [P, L, E] are those of rollout."""
+        self._seen.clear()
+        self._experts = experts if self._replay else None
+        if self._experts is None or not self.routers:
+            return
+        if self._experts.shape[1] != len(self.routers):
+            raise ModelError(
+                f"the trajectories name experts of {self._experts.shape[1]} layers, "
+                f"but the model routes in {len(self.routers)}"
+            )
+        unknown = {type(router).__name__ for router in self.routers} - _SOFTMAX_ROUTERS.keys()
+        if unknown:
+            raise ModelError(f"routing can't be replayed with {', '.join(sorted(unknown))}: set replay_routing = false")
+
+    def load(self) -> list[Tensor]:
+        """For each layer [experts], how many tokens each expert got in the last forward pass."""
+        return [
+            torch.bincount(indices.flatten(), minlength=logits.shape[-1]) for logits, indices in self._seen.values()
+        ]
+
+    def auxiliary_loss(self) -> Tensor:
+        """Load balancing (Fedus et al., arXiv 2101.03961), mean over layers: experts * sum(share * probability)."""
+        losses = []
+        for logits, indices in self._seen.values():
+            experts = logits.shape[-1]
+            share = torch.bincount(indices.flatten(), minlength=experts) / len(logits)
+            losses.append(experts * (share * logits.float().softmax(-1).mean(0)).sum())
+        return torch.stack(losses).mean()
+
+    def _hook(self, layer: int) -> Any:
+        def hook(router: nn.Module, _: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+            logits, weights, indices = output
+            if self._experts is not None:
+                wanted = self._experts[:, layer]
+                indices = torch.where(wanted >= 0, wanted, indices)
+                weights = _weights(router, logits, indices).to(weights.dtype)
+            # Recomputation in the backward pass comes here again with equal values; the first graph is the one in use.
+            self._seen.setdefault(layer, (logits, indices))
+            return logits, weights, indices
+
+        return hook
+
+
+def _weights(router: nn.Module, logits: Tensor, indices: Tensor) -> Tensor:
+    chosen = logits.float().softmax(-1).gather(-1, indices)
+    normalise = _SOFTMAX_ROUTERS[type(router).__name__]
+    if normalise if normalise is not None else router.norm_topk_prob:
+        return chosen / chosen.sum(-1, keepdim=True)
+    return chosen

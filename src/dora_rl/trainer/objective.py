@@ -1,0 +1,89 @@
+"""From the policy's output on a micro-batch to the sum that is differentiated.
+
+The sum is not yet divided by the aggregation's denominator: that is known only when the step closes, and dividing
+then gives streamed and batched steps the same gradient.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dora_rl.trainer.algorithms import find
+from dora_rl.trainer.algorithms.algorithm import Tokens
+from dora_rl.trainer.algorithms.pieces import gap_weights, kl_estimate, sequence_sum, token_weights
+from dora_rl.trainer.config import AlgorithmConfig
+from dora_rl.trainer.packing import MicroBatch
+from dora_rl.trainer.policy import PolicyOutput
+
+
+class References(NamedTuple):
+    """[N] log-probs of the trained tokens under other policies, where the objective needs them."""
+
+    reference: Tensor | None = None
+    """The policy that KL is measured to."""
+    anchor: Tensor | None = None
+    """The trainer's own policy at the start of the step; None means that this pass is the start."""
+
+
+class MicroLoss(NamedTuple):
+    """What one micro-batch adds to the step."""
+
+    total: Tensor
+    """The sum to differentiate."""
+    finite: Tensor
+    """[S] false for a trajectory whose loss is not a number."""
+    sums: dict[str, Tensor]
+    """Sums over trained tokens, for metrics."""
+    kl: Tensor
+    """[S] sums over tokens of the estimated KL from the behaviour policy to the policy."""
+    max_ratio: Tensor
+
+
+def micro_loss(
+    config: AlgorithmConfig, output: PolicyOutput, batch: MicroBatch, advantages: Tensor, references: References
+) -> MicroLoss:
+    """The objective of one micro-batch; `advantages` [S]."""
+    algorithm = find(config.name)
+    start = output.logprobs.detach() if references.anchor is None else references.anchor
+    corrected = config.correction != "none"
+    tokens = Tokens(
+        log_ratio=output.logprobs - (start if corrected else batch.behaviour),
+        logprobs=output.logprobs,
+        advantages=advantages[batch.sequence],
+        sequence=batch.sequence,
+        lengths=batch.lengths,
+    )
+    policy = algorithm.policy_loss(tokens, config.bounds)
+    loss = policy.loss
+    sums = {"tokens": torch.ones_like(start).sum(), "entropy": output.entropy.detach().sum()}
+    if corrected:
+        weights = gap_weights(
+            config.correction, start - batch.behaviour, tokens, config.correction_low, config.correction_high
+        )
+        loss = loss * weights
+        sums["correction"] = weights.sum()
+    if config.kl_coefficient:
+        assert references.reference is not None
+        kl = kl_estimate(output.logprobs, references.reference)
+        loss = loss + config.kl_coefficient * kl
+        sums["kl"] = kl.detach().sum()
+    if config.entropy_coefficient:
+        loss = loss - config.entropy_coefficient * output.entropy
+    weighted = loss * token_weights(config.averaging, tokens, config.constant_length or 1)
+    per_sequence = sequence_sum(weighted, batch.sequence, len(batch.lengths))
+    gap = kl_estimate(batch.behaviour, output.logprobs.detach())
+    sums |= {
+        "loss": per_sequence.detach().sum(),
+        "ratio": policy.ratio.sum(),
+        "clipped": policy.clipped.float().sum(),
+    }
+    return MicroLoss(
+        total=per_sequence.sum(),
+        finite=per_sequence.detach().isfinite(),
+        sums=sums,
+        kl=sequence_sum(gap, batch.sequence, len(batch.lengths)),
+        max_ratio=policy.ratio.max(),
+    )

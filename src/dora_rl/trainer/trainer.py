@@ -1,0 +1,284 @@
+"""The trainer: `accumulate` groups, `apply` the step, `publish` the version.
+
+Invariants:
+- step n starts from version n and ends in version n + 1; groups of another step are refused;
+- gradients are sums until the step closes, then divided by the one denominator: how groups are split over calls,
+  micro-batches and processes does not change the gradient;
+- a loss or gradient that is not a number ends the step with the trajectories at fault; weights and optimiser are
+  then those of the version, and the step may be started anew;
+- all processes call the same methods with the same groups.
+
+    accumulate --groups--> score --> plan --> pack --> policy --> objective --> .grad   (once for each micro-batch)
+    apply      --.grad / denominator--> AdamW --> version + 1
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dora_rl.core.errors import IntegrityError, NonFiniteError
+from dora_rl.core.nouns import Fingerprint, Record, StepId, TrajectoryId, Version
+from dora_rl.core.ports import WeightSink
+from dora_rl.core.trajectory import Group, Trajectory
+from dora_rl.trainer import adapter, metrics
+from dora_rl.trainer.algorithms.pieces import denominator
+from dora_rl.trainer.config import TrainerConfig
+from dora_rl.trainer.moe import Routers
+from dora_rl.trainer.objective import MicroLoss, References, micro_loss
+from dora_rl.trainer.optimiser import Optimiser, all_finite, learning_rate
+from dora_rl.trainer.packing import MicroBatch, pack, plan
+from dora_rl.trainer.policy import Policy
+from dora_rl.trainer.step import OpenStep
+from dora_rl.trainer.world import World, shard
+
+
+class StepReport(Record, frozen=True, kw_only=True):
+    """What became of a step."""
+
+    step: StepId
+    version: Version
+    """The version that it led to."""
+    metrics: dict[str, float]
+
+
+class Trainer:
+    """A policy, its optimiser and the step that is open."""
+
+    def __init__(self, model: Any, config: TrainerConfig, *, version: Version = 0, world: World | None = None) -> None:
+        self.config = config
+        self.world = world or World()
+        self.version = version
+        self.reference = adapter.Reference(model, config, self.world) if config.algorithm.kl_coefficient else None
+        self.adapted = adapter.adapt(model, config.lora)
+        model.train()
+        if config.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.policy = Policy(model, config.temperature)
+        self.routers = Routers(model, config.moe.replay_routing)
+        shard(self.policy, list(model.get_decoder().layers), self.world, config.precision)
+        self.optimiser = Optimiser(self.policy, config.optimiser)
+        self._open: OpenStep | None = None
+
+    @property
+    def model(self) -> Any:
+        """The model of `transformers` inside."""
+        return self.policy.model
+
+    def accumulate(self, step: StepId, groups: Sequence[Group]) -> None:
+        """Take finished groups into the step; their gradients are computed now where the algorithm allows."""
+        opened = self._opened(step)
+        begin = time.perf_counter()
+        opened.take(groups)
+        if self.config.streams:
+            with self._cleared_on_error():
+                self._gradients(opened, opened.score(list(groups), self.config.algorithm), {})
+        opened.seconds += time.perf_counter() - begin
+
+    def apply(self, step: StepId) -> StepReport:
+        """Close the step with the optimiser's update, or updates; the next version is in the model then."""
+        opened = self._opened(step)
+        if not opened.groups:
+            raise IntegrityError(f"step {step} has no groups to apply")
+        begin = time.perf_counter()
+        rate = learning_rate(self.config.optimiser, self.optimiser.updates)
+        norms: list[float] = []
+        with self._cleared_on_error():
+            if self.config.streams:
+                norms.extend(self._update(opened))
+            else:
+                norms.extend(self._updates(opened))
+        opened.seconds += time.perf_counter() - begin
+        self._open = None
+        self.version += 1
+        return StepReport(step=step, version=self.version, metrics=self._metrics(opened, norms, rate))
+
+    def abandon(self) -> None:
+        """Forget the open step."""
+        self._open = None
+        self.optimiser.clear()
+
+    def publish(self, version: Version, sink: WeightSink) -> Fingerprint:
+        """Make the weights loadable as this version. A step that is open does not matter: it moves no weights yet."""
+        if version != self.version:
+            raise IntegrityError(f"version {version} can't be published: the trainer holds version {self.version}")
+        specs, tensors = adapter.published(self.model, self.adapted)
+        return sink.publish(version, specs, tensors, adapter=self.adapted is not None, write=self.world.rank == 0)
+
+    def _opened(self, step: StepId) -> OpenStep:
+        if step != self.version:
+            raise IntegrityError(f"step {step} can't be trained: the trainer holds version {self.version}")
+        if self._open is None:
+            self._open = OpenStep(step)
+        return self._open
+
+    @contextlib.contextmanager
+    def _cleared_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _updates(self, opened: OpenStep) -> Iterator[float]:
+        """Mini-batches times epochs, each with an update of its own. All or nothing: a failure undoes them all."""
+        several = self.config.mini_batches * self.config.epochs > 1
+        undo = self.optimiser.snapshot() if several else None
+        trained = opened.score(opened.groups, self.config.algorithm)
+        anchors = self._anchors(trained) if several and self.config.algorithm.correction != "none" else {}
+        count = min(self.config.mini_batches, max(1, len(trained)))
+        try:
+            for _ in range(self.config.epochs):
+                for part in range(count):
+                    self._gradients(opened, trained[part::count], anchors)
+                    yield from self._update(opened)
+        except BaseException:
+            if undo is not None:
+                self.optimiser.restore(undo)
+            raise
+
+    def _gradients(self, opened: OpenStep, groups: Sequence[Group], anchors: dict[TrajectoryId, Tensor]) -> None:
+        """Add the gradient sums of these groups to `.grad`."""
+        planned = plan(groups, self.config.micro_batch_tokens)
+        for members in planned:
+            opened.denominator += self._denominator(members)
+        bad: list[TrajectoryId] = []
+        totals: dict[str, Tensor] = {}
+        for mine in self.world.share(planned):
+            # A process without work of its own still takes part in the collectives, with a gradient of zero.
+            batch = pack(mine or planned[0][:1]).to(self.policy.device)
+            loss = self._loss(opened, batch, anchors, weight=0.0 if mine is None else 1.0)
+            loss.total.backward()  # type: ignore[no-untyped-call]
+            if mine is None:
+                continue
+            bad.extend(t.id for t, finite in zip(batch.trajectories, loss.finite.tolist(), strict=True) if not finite)
+            self._note(opened, totals, batch, loss)
+        for key, value in totals.items():
+            opened.sums[key] = opened.sums.get(key, 0.0) + float(value)
+        culprits = self.world.union(bad)
+        if culprits:
+            raise NonFiniteError("the loss", opened.step, culprits)
+
+    def _loss(
+        self, opened: OpenStep, batch: MicroBatch, anchors: dict[TrajectoryId, Tensor], weight: float
+    ) -> MicroLoss:
+        reference = None
+        with self._precision():
+            if self.reference is not None:
+                self.routers.begin(batch.experts)
+                reference = self.reference.logprobs(self.policy, self.adapted, batch)
+            self.routers.begin(batch.experts)
+            output = self.policy(batch)
+        anchor = torch.cat([anchors[t.id] for t in batch.trajectories]) if anchors else None
+        advantages = torch.tensor(
+            [opened.advantages[trajectory.id] for trajectory in batch.trajectories], device=self.policy.device
+        )
+        loss = micro_loss(self.config.algorithm, output, batch, advantages, References(reference, anchor))
+        total = loss.total
+        if self.config.moe.auxiliary_loss and self.routers.routers:
+            share = self._denominator(batch.trajectories)
+            total = total + self.config.moe.auxiliary_loss * share * self.routers.auxiliary_loss()
+        return loss._replace(total=total * weight)
+
+    def _denominator(self, trajectories: Sequence[Trajectory]) -> int:
+        return sum(denominator(self.config.algorithm.averaging, trajectory) for trajectory in trajectories)
+
+    def _note(self, opened: OpenStep, totals: dict[str, Tensor], batch: MicroBatch, loss: MicroLoss) -> None:
+        """Add a micro-batch to the step's metrics; nothing is fetched from the device here but the largest ratio."""
+        # Once the step has moved the policy, a difference is no longer the engines' alone.
+        unmoved = opened.denominators == 0
+        fresh = torch.tensor([unmoved and t.version == opened.step for t in batch.trajectories], device=loss.kl.device)
+        sums = loss.sums | {
+            "policy_kl": loss.kl.sum(),
+            "mismatch_kl": loss.kl[fresh].sum(),
+            "fresh_tokens": batch.lengths[fresh].sum(),
+        }
+        for key, value in sums.items():
+            totals[key] = totals[key] + value if key in totals else value.clone()
+        opened.max_ratio = max(opened.max_ratio, float(loss.max_ratio))
+        opened.packed_tokens += batch.tokens.numel()
+        opened.trained_tokens += len(batch.targets)
+        opened.attended += sum(len(t.tokens) * (len(t.tokens) + 1) // 2 for t in batch.trajectories)
+        if self.routers.routers:
+            metrics.add_load(opened.expert_load, self.routers)
+
+    def _update(self, opened: OpenStep) -> list[float]:
+        """The optimiser's update with what is accumulated; no update if every group was skipped."""
+        if not opened.denominator:
+            return []
+        # FSDP averages over processes where the sum is wanted.
+        scale = self.world.size / opened.denominator
+        norm = self.optimiser.gradient_norm(scale)
+        if not torch.isfinite(torch.tensor(norm)):
+            raise NonFiniteError("the gradient", opened.step, self._culprits(opened))
+        self.optimiser.update(scale, norm)
+        opened.denominators += opened.denominator
+        opened.denominator = 0
+        return [norm]
+
+    def _culprits(self, opened: OpenStep) -> tuple[TrajectoryId, ...]:
+        """Which trajectories have a bad gradient alone: each is computed again, by all processes together."""
+        bad: list[TrajectoryId] = []
+        for group in opened.groups:
+            for trajectory in group.trajectories:
+                if group.id in opened.skipped:
+                    continue
+                self.optimiser.clear()
+                self._loss(opened, pack([trajectory]).to(self.policy.device), {}, 1.0).total.backward()  # type: ignore[no-untyped-call]
+                gradients = [p.grad for p in self.optimiser.parameters if p.grad is not None]
+                if not all_finite(gradients):
+                    bad.append(trajectory.id)
+        return self.world.union(bad)
+
+    def _anchors(self, groups: Sequence[Group]) -> dict[TrajectoryId, Tensor]:
+        """Log-probs of all trained tokens before the first update of the step, by trajectory."""
+        anchors: dict[TrajectoryId, Tensor] = {}
+        with torch.no_grad():
+            # Every process computes all of them: with FSDP a forward pass is collective anyway.
+            for members in plan(groups, self.config.micro_batch_tokens):
+                batch = pack(members).to(self.policy.device)
+                self.routers.begin(batch.experts)
+                with self._precision():
+                    logprobs = self.policy(batch).logprobs
+                parts = logprobs.split(batch.lengths.tolist())
+                anchors |= {t.id: part for t, part in zip(batch.trajectories, parts, strict=True)}
+        return anchors
+
+    def _precision(self) -> contextlib.AbstractContextManager[Any]:
+        if self.config.precision == "bfloat16" and self.world.mesh is None:
+            return torch.autocast(self.policy.device.type, torch.bfloat16)
+        return contextlib.nullcontext()
+
+    def _metrics(self, opened: OpenStep, norms: list[float], rate: float) -> dict[str, float]:
+        # Names, not what happened to be measured here, so that all processes reduce the same.
+        keys = [key for key in metrics.SUMS if self.world.size > 1 or key in opened.sums]
+        counts = [float(opened.packed_tokens), float(opened.trained_tokens), float(opened.attended)]
+        values = torch.tensor([opened.sums.get(key, 0.0) for key in keys] + counts, dtype=torch.float64)
+        *sums, packed_tokens, trained_tokens, attended = self.world.sum(values).tolist()
+        max_ratio = float(self.world.max(torch.tensor(opened.max_ratio)))
+        for counts_ in opened.expert_load:
+            self.world.sum(counts_)
+        seconds = max(opened.seconds, 1e-9)
+        flops = metrics.training_flops(self.model, int(packed_tokens), int(attended))
+        advantages = torch.tensor(list(opened.advantages.values()), dtype=torch.float64)
+        return {
+            **metrics.of_groups(opened.groups, opened.step),
+            **metrics.of_tokens(dict(zip(keys, sums, strict=True)), max_ratio, opened.denominators),
+            **metrics.of_experts(opened.expert_load),
+            "advantage/mean": float(advantages.mean()),
+            "advantage/max": float(advantages.max()),
+            "advantage/min": float(advantages.min()),
+            "batch/groups_without_signal": float(opened.no_signal),
+            "batch/groups_skipped": float(len(opened.skipped)),
+            "batch/updates": float(len(norms)),
+            "gradient_norm": max(norms, default=0.0),
+            "learning_rate": rate,
+            "tokens_per_second": trained_tokens / seconds,
+            "timing_s/train": seconds,
+            "mfu": flops / seconds / (metrics.peak_flops(self.policy.device.type) * self.world.size),
+        }

@@ -1,0 +1,80 @@
+"""One process or many, by the same code.
+
+Every process is given the same groups and takes its own micro-batches of them; parameters, gradients and optimiser
+state are sharded by FSDP2. With one process nothing is sharded and no process group is needed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+T = TypeVar("T")
+
+
+class World(NamedTuple):
+    """This process among all that train together."""
+
+    rank: int = 0
+    size: int = 1
+    mesh: DeviceMesh | None = None
+
+    def share(self, items: Sequence[T]) -> list[T | None]:
+        """Every size-th item; None fills up, so that all processes have equally many and collectives match."""
+        rounds = -(-len(items) // self.size)
+        places = range(self.rank, rounds * self.size, self.size)
+        return [items[place] if place < len(items) else None for place in places]
+
+    def sum(self, values: Tensor) -> Tensor:
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def max(self, values: Tensor) -> Tensor:
+        if self.size > 1:
+            dist.all_reduce(values, dist.ReduceOp.MAX)
+        return values
+
+    def union(self, items: Sequence[int]) -> tuple[int, ...]:
+        """All items of all processes, sorted."""
+        if self.size == 1:
+            return tuple(sorted(set(items)))
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, list(items))
+        return tuple(sorted({item for part in gathered for item in part}))
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+
+def join(device: str, timeout_s: float = 600.0) -> World:
+    """The world that `torchrun` described in the environment; alone without it."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        return World()
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s))
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    return World(dist.get_rank(), size, init_device_mesh(device, (size,)))
+
+
+def shard(policy: nn.Module, layers: Sequence[nn.Module], world: World, precision: str) -> None:
+    """Shard a policy over the processes, layer by layer."""
+    if world.mesh is None:
+        return
+    mixed = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if precision == "bfloat16" else None, reduce_dtype=torch.float32
+    )
+    for layer in layers:
+        fully_shard(layer, mesh=world.mesh, mp_policy=mixed)
+    fully_shard(policy, mesh=world.mesh, mp_policy=mixed)

@@ -1,0 +1,1 @@
+"""Versioned weights: published atomically, proven by a fingerprint, held by leases, freed when nobody holds them."""

@@ -1,0 +1,272 @@
+"""The weight store: one safetensors file for each version, in shared memory or a folder.
+
+Invariants:
+- a file under its final name is whole: it is written under another name, and renamed when its last byte is there;
+- its header names version and fingerprint, so the file alone says what it is;
+- loading maps the file and copies nothing: all processes of a machine share the one set of pages;
+- a version that is leased is never freed. A lease is a lock of the operating system on a file of its own, so it ends
+  with its process, however that ends;
+- at most the newest `keep` versions, and older ones that are still leased, take room.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import mmap
+import os
+import re
+import uuid
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from dora_rl.core.durable import sync
+from dora_rl.core.errors import FingerprintError, StoreError
+from dora_rl.core.nouns import Fingerprint, Version
+from dora_rl.core.ports import TensorSpec
+from dora_rl.models.dtypes import DTYPES
+from dora_rl.weights.fingerprint import combine, digest, fingerprint, raw
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_NAME = re.compile(r"v(\d{8})\.safetensors")
+_ALIGNMENT = 64  # of the data: a cache line, so that mapped tensors are as good as allocated ones
+_UNSET = "0" * 64
+
+
+class Manifest(NamedTuple):
+    """What a published file says of itself."""
+
+    version: Version
+    fingerprint: Fingerprint
+    adapter: bool
+    """The tensors are a LoRA adapter, to be put over the base weights."""
+    bytes: int
+
+
+class Lease:
+    """A counted hold on a version, with its weights mapped on demand. Close it to let go."""
+
+    def __init__(self, store: WeightStore, manifest: Manifest, lock: int, path: Path) -> None:
+        self.manifest = manifest
+        self._store = store
+        self._lock: int | None = lock
+        self._path = path
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The weights, mapped from the store; they stay valid after the lease has ended."""
+        from safetensors.torch import load_file
+
+        return load_file(self._store.path(self.manifest.version), device="cpu")
+
+    def prove(self, served: dict[str, Tensor]) -> Fingerprint:
+        """The fingerprint of the tensors that an instance really serves; another than the published one is an error."""
+        found = fingerprint(served)
+        if found != self.manifest.fingerprint:
+            raise FingerprintError(
+                f"version {self.manifest.version} was published with the fingerprint "
+                f"{self.manifest.fingerprint[:16]}, but what is served has {found[:16]}"
+            )
+        return found
+
+    def close(self) -> None:
+        """Let go. The last hold on a version that has left the window frees it."""
+        if self._lock is None:
+            return
+        self._path.unlink(missing_ok=True)
+        os.close(self._lock)
+        self._lock = None
+        self._store.prune()
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class WeightStore:
+    """Published versions in one folder. Any process of the machine may open the same folder."""
+
+    def __init__(self, folder: Path, *, keep: int, durable: bool = False) -> None:
+        assert keep >= 1
+        self._folder = folder
+        self._keep = keep
+        self._durable = durable
+        (folder / "leases").mkdir(parents=True, exist_ok=True)
+
+    @classmethod
+    def in_shared_memory(cls, run: str, *, keep: int) -> WeightStore:
+        """A store in the memory of this machine, which lives until it is cleared or the machine restarts."""
+        return cls(Path("/dev/shm") / f"dora-rl-{run}", keep=keep)  # noqa: S108
+
+    def path(self, version: Version) -> Path:
+        return self._folder / f"v{version:08d}.safetensors"
+
+    def versions(self) -> list[Version]:
+        """All that are there, oldest first."""
+        names = (_NAME.fullmatch(entry.name) for entry in self._folder.iterdir())
+        return sorted(int(name[1]) for name in names if name)
+
+    def publish(
+        self,
+        version: Version,
+        specs: Sequence[TensorSpec],
+        tensors: Iterable[Tensor],
+        *,
+        adapter: bool = False,
+        write: bool = True,
+    ) -> Fingerprint:
+        """Write a version and rename it into place; versions that leave the window are freed unless leased.
+
+        Processes of a sharded trainer that do not write (`write=False`) take part in gathering, and wait in the end
+        for nothing: the version exists for them when the writer has said so.
+        """
+        if not write:
+            deque(tensors, maxlen=0)
+            return ""
+        staged = self._folder / f".staged-{uuid.uuid4().hex}"
+        try:
+            found = _write(staged, version, specs, tensors, adapter, self._durable)
+            with self._locked():
+                if version in self.versions():
+                    self._same(version, found)  # a trainer that came back publishes its version again
+                else:
+                    staged.rename(self.path(version))
+        finally:
+            staged.unlink(missing_ok=True)
+        if self._durable:
+            sync(self._folder)
+        self.prune()
+        return found
+
+    def manifest(self, version: Version) -> Manifest:
+        try:
+            with self.path(version).open("rb") as file:
+                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+                size = os.fstat(file.fileno()).st_size
+        except FileNotFoundError:
+            there = ", ".join(map(str, self.versions())) or "none"
+            raise StoreError(f"version {version} is not in the store; there are: {there}") from None
+        said = header["__metadata__"]
+        return Manifest(int(said["version"]), said["fingerprint"], said["adapter"] == "true", size)
+
+    def lease(self, version: Version) -> Lease:
+        """Hold a version."""
+        path = self._folder / "leases" / f"{version:08d}-{uuid.uuid4().hex}"
+        with self._locked():
+            manifest = self.manifest(version)
+            lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        return Lease(self, manifest, lock, path)
+
+    def holders(self, version: Version) -> int:
+        """How many leases on a version are alive. Those of dead processes are swept away."""
+        with self._locked():
+            return self._holders(version)
+
+    def retire(self, version: Version) -> None:
+        """Free a version that nobody holds."""
+        with self._locked():
+            self.manifest(version)
+            held = self._holders(version)
+            if held:
+                raise StoreError(f"version {version} can't be retired: {held} still hold it")
+            self.path(version).unlink()
+
+    def prune(self) -> list[Version]:
+        """Free what has left the window and is not held; what was freed."""
+        with self._locked():
+            freed = [version for version in self.versions()[: -self._keep] if not self._holders(version)]
+            for version in freed:
+                self.path(version).unlink()
+        return freed
+
+    def clear(self) -> None:
+        """Remove the store. Tensors that are mapped stay valid."""
+        import shutil
+
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _same(self, version: Version, found: Fingerprint) -> None:
+        there = self.manifest(version).fingerprint
+        if there != found:
+            raise FingerprintError(
+                f"version {version} is already published with the fingerprint {there[:16]}, "
+                f"and can't be replaced by {found[:16]}"
+            )
+
+    def _holders(self, version: Version) -> int:
+        alive = 0
+        for path in (self._folder / "leases").glob(f"{version:08d}-*"):
+            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    alive += 1
+                else:
+                    path.unlink(missing_ok=True)
+        return alive
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """One change at a time, over all processes."""
+        with (self._folder / ".lock").open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+def _write(
+    path: Path, version: Version, specs: Sequence[TensorSpec], tensors: Iterable[Tensor], adapter: bool, durable: bool
+) -> Fingerprint:
+    """One copy: from the tensor straight into the mapped file. Hashing follows on threads while copying goes on."""
+    said = {"format": "pt", "version": str(version), "adapter": str(adapter).lower(), "fingerprint": _UNSET}
+    header, spans, size = _header(specs, said)
+    with path.open("w+b") as file, ThreadPoolExecutor(2) as pool:
+        os.posix_fallocate(file.fileno(), 0, size)  # a full disk or /dev/shm is an error here, not a crash on writing
+        with mmap.mmap(file.fileno(), size) as memory:
+            target = np.frombuffer(memory, dtype=np.uint8)
+            try:
+                digests: list[Future[bytes]] = []
+                for tensor, (begin, end) in zip(tensors, spans, strict=True):
+                    part = target[begin:end]
+                    part[:] = raw(tensor)
+                    digests.append(pool.submit(digest, part))
+                found = combine(zip(specs, [future.result() for future in digests], strict=True))
+                final = header.replace(_UNSET.encode(), found.encode())
+                target[: len(final)] = np.frombuffer(final, dtype=np.uint8)
+            finally:
+                pool.shutdown()
+                digests.clear()
+                part = target = np.empty(0, dtype=np.uint8)  # a mapping can't be closed while a view is left
+            if durable:
+                memory.flush()
+        if durable:
+            os.fsync(file.fileno())
+    return found
+
+
+def _header(specs: Sequence[TensorSpec], metadata: dict[str, str]) -> tuple[bytes, list[tuple[int, int]], int]:
+    """Length and JSON of a safetensors file, where each tensor stands in it, and its size."""
+    entries: dict[str, Any] = {"__metadata__": metadata}
+    spans, offset = [], 0
+    for tensor in specs:
+        size = int(np.prod(tensor.shape, dtype=np.int64)) * DTYPES[tensor.dtype].itemsize
+        entries[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + size],
+        }
+        spans.append((offset, offset + size))
+        offset += size
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
+    start = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, [(a + start, b + start) for a, b in spans], start + offset

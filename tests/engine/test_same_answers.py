@@ -1,0 +1,130 @@
+"""The engine says what the plain model says, whatever is switched on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dora_rl.engine.requests import Request, Sampling
+from dora_rl.engine.sampling import uniform
+from tests.engine import tiny
+from tests.engine.tiny import Family, Listener
+
+TOKENS = 20
+BOTH: tuple[Family, ...] = ("llama", "qwen3_moe")
+
+
+def greedy(count: int) -> list[Request]:
+    sampling = Sampling(max_tokens=TOKENS, temperature=0.0)
+    return [
+        Request(trajectory=index, version=0, prompt=prompt, sampling=sampling)
+        for index, prompt in enumerate(tiny.prompts(count))
+    ]
+
+
+def same(listener: Listener, family: Family, count: int) -> None:
+    expected = tiny.greedy_reference(family, 64, TOKENS)[:count]
+    assert [listener.said[index].tokens for index in range(count)] == expected
+
+
+@pytest.mark.parametrize("count", [1, 7, 64])
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("family", BOTH)
+def test_greedy_equals_generate(family: Family, kernels: str, count: int) -> None:
+    engine = tiny.engine(tiny.model(family), kernels=kernels)
+    listener = tiny.run(engine, greedy(count))
+    same(listener, family, count)
+    if count == 64:
+        assert engine.stats.shared > 0, "siblings did not share their prompt"
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mixtral", "olmoe", "gemma2"])
+def test_other_families_too(family: Family) -> None:
+    engine = tiny.engine(tiny.model(family))
+    assert engine.kernels == ("generic" if family == "gemma2" else "native")
+    expected = tiny.greedy_reference(family, 6, TOKENS)
+    listener = tiny.run(engine, greedy(6))
+    assert [listener.said[index].tokens for index in range(6)] == expected
+
+
+@pytest.mark.parametrize("family", BOTH)
+def test_with_preemption_and_migration(family: Family) -> None:
+    made = tiny.model(family)
+    small: dict[str, Any] = {"block_size": 4, "kv_bytes": tiny.kv_bytes(made, 36, 4), "prefill_chunk": 7}
+    engines = [tiny.engine(made, name=name, **small) for name in "ab"]
+    listener = Listener()
+    for request in greedy(32):
+        engines[0].submit(request)
+    random = np.random.default_rng(0)
+    moves = 0
+    while any(engine.busy for engine in engines):
+        for source, target in (engines, engines[::-1]):
+            listener.hear(source.step())
+            source.check()
+            here = list(source.progress().tokens)
+            if here and random.random() < 0.5:
+                chosen = random.choice(here, size=min(3, len(here)), replace=False).tolist()
+                bundle = source.export(chosen, shared=False)
+                listener.hear(source.drain())
+                arrived, errors = target.import_(bundle, 0)
+                assert sorted(arrived) == sorted(chosen)
+                assert not errors
+                moves += len(chosen)
+    same(listener, family, 32)
+    assert moves > 20
+    assert sum(engine.stats.preempted for engine in engines) > 5
+    assert sum(engine.stats.reprefilled for engine in engines) == 0
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("family", BOTH)
+def test_log_probs_equal_a_plain_forward_pass(family: Family, kernels: str) -> None:
+    made = tiny.model(family)
+    some = tiny.requests(12, temperature=0.7)
+    listener = tiny.run(tiny.engine(made, kernels=kernels), some)
+    for request in some:
+        said = listener.said[request.trajectory]
+        full = torch.tensor([request.prompt + said.tokens])
+        with torch.no_grad():
+            logits = made(full).logits[0, len(request.prompt) - 1 : -1]
+        expected = (logits / 0.7).log_softmax(-1).gather(1, torch.tensor(said.tokens)[:, None])[:, 0]
+        assert torch.allclose(torch.tensor(said.model_logprobs), expected, atol=1e-4, rtol=0)
+        assert torch.allclose(torch.tensor(said.logprobs), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_each_token_follows_from_seed_trajectory_and_position(kernels: str) -> None:
+    made = tiny.model("llama")
+    some = tiny.requests(6, first=40)
+    listener = tiny.run(tiny.engine(made, kernels=kernels), some)
+    for request in some:
+        said = listener.said[request.trajectory].tokens
+        with torch.no_grad():
+            logits = made(torch.tensor([request.prompt + said])).logits[0, len(request.prompt) - 1 : -1]
+        reach = logits.double().softmax(-1).cumsum(-1).numpy()
+        place = np.arange(len(said), dtype=np.uint64)
+        seed, trajectory = np.full_like(place, request.sampling.seed), np.full_like(place, request.trajectory)
+        goal = uniform(seed, trajectory, place)
+        assert said == tuple((reach <= goal[:, None]).sum(-1).tolist())
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_routed_experts_are_those_of_the_forward_pass(kernels: str) -> None:
+    made = tiny.model("qwen3_moe")
+    prompt = tiny.prompts(1)[0]
+    request = Request(trajectory=0, version=0, prompt=prompt, sampling=Sampling(max_tokens=9), record_experts=True)
+    listener = tiny.run(tiny.engine(made, kernels=kernels), [request])
+    found = np.concatenate(listener.experts[0])
+    seen: list[torch.Tensor] = []
+    routers = [module for module in made.modules() if type(module).__name__.endswith("TopKRouter")]
+    hooks = [router.register_forward_hook(lambda _m, _i, out: seen.append(out[-1])) for router in routers]
+    with torch.no_grad():
+        made(torch.tensor([prompt + listener.said[0].tokens]))
+    for hook in hooks:
+        hook.remove()
+    expected = torch.stack(seen, dim=1)[len(prompt) - 1 : -1].numpy()
+    assert found.shape == expected.shape
+    assert (np.sort(found, -1) == np.sort(expected, -1)).all()

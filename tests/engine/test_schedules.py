@@ -1,0 +1,100 @@
+"""What a request says does not depend on when, where and beside whom it runs: to the last bit."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+
+from dora_rl.engine.requests import Request, Sampling
+from tests.engine import tiny
+from tests.engine.tiny import Family, Listener, Said
+
+COUNT = 10
+
+
+def some_requests() -> list[Request]:
+    """A mixed lot: every way of sampling, ragged prompts and lengths."""
+    ways: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.6, "top_p": 0.8},
+        {"top_k": 5},
+        {"min_p": 0.1, "temperature": 1.4},
+        {"logit_bias": {5: 2.0, 9: -float("inf")}, "stop_ids": (7, 8, 12, 13, 14)},
+    ]
+    return [
+        Request(
+            trajectory=1000 + index,
+            version=0,
+            prompt=prompt,
+            sampling=Sampling(max_tokens=3 + 5 * index % 23, seed=5, **ways[index % len(ways)]),
+        )
+        for index, prompt in enumerate(tiny.prompts(COUNT, seed=3, longest=40))
+    ]
+
+
+_alone: dict[Family, dict[int, Said]] = {}
+
+
+def alone(family: Family) -> dict[int, Said]:
+    """Each request by itself, one after the other."""
+    if family not in _alone:
+        said: dict[int, Said] = {}
+        for request in some_requests():
+            said |= tiny.run(tiny.engine(tiny.model(family), max_requests=1), [request]).said
+        _alone[family] = said
+    return _alone[family]
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_any_schedule_says_the_same(family: Family, seed: int) -> None:
+    random = Random(seed)
+    made = tiny.model(family)
+    engines = [
+        tiny.engine(
+            made,
+            name=f"e{index}",
+            max_requests=random.randint(1, COUNT),
+            prefill_chunk=random.randint(1, 40),
+            stream_every=random.randint(1, 9),
+            kv_bytes=tiny.kv_bytes(made, random.randint(6, 20)),
+            host_bytes=random.choice([0, 1 << 14, 1 << 24]),
+            threads=random.randint(1, 2),
+        )
+        for index in range(random.randint(1, 3))
+    ]
+    coming = some_requests()
+    random.shuffle(coming)
+    listener = Listener()
+    while coming or any(engine.busy for engine in engines):
+        if coming and random.random() < 0.5:
+            random.choice(engines).submit(coming.pop())
+        source = random.choice(engines)
+        here = sorted(source.progress().tokens)
+        if here and len(engines) > 1 and random.random() < 0.3:
+            target = random.choice([engine for engine in engines if engine is not source])
+            _move(source, target, random.choice(here), random.randrange(3), listener)
+        for engine in engines:
+            listener.hear(engine.step())
+            engine.check()
+    assert listener.said == alone(family)
+
+
+def _move(source: Any, target: Any, trajectory: int, way: int, listener: Listener) -> None:
+    """By shared memory, as bytes, or with the bundle lost and the tokens left."""
+    request = next(one for one in some_requests() if one.trajectory == trajectory)
+    bundle = source.export([trajectory], shared=way == 0)
+    listener.hear(source.drain())
+    if way == 2:
+        bundle.taken()
+        told = listener.said.get(trajectory, Said((), (), ())).tokens
+        target.submit(msgspec.structs.replace(request, response=told))
+        return
+    if way == 1:
+        bundle = type(bundle).from_bytes(bundle.to_bytes())
+    arrived, errors = target.import_(bundle, 0)
+    assert arrived == (trajectory,)
+    assert not errors

@@ -1,0 +1,183 @@
+"""Several versions at once; weights are mapped, loaded beside decoding, and stamped on what they said."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dora_rl.core.errors import SlotError, VersionError
+from dora_rl.core.events import Generated, SlotLoaded, SlotLoadFailed
+from dora_rl.core.labels import Label
+from dora_rl.engine.requests import Request, Sampling
+from dora_rl.models.sources import MemoryWeights
+from tests.engine import tiny
+from tests.engine.tiny import Listener
+
+
+def two_versions() -> MemoryWeights:
+    return MemoryWeights({v: tiny.model("llama", seed=v).state_dict() for v in (0, 1)})
+
+
+def requests(version: int, first: int) -> list[Request]:
+    sampling = Sampling(max_tokens=25)
+    return [
+        Request(trajectory=first + i, version=version, prompt=prompt, sampling=sampling)
+        for i, prompt in enumerate(tiny.prompts(5))
+    ]
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_two_versions_side_by_side(kernels: str) -> None:
+    weights = two_versions()
+    engine = tiny.engine(tiny.model("llama"), weights=weights, versions=(0, 1), kernels=kernels)
+    both = tiny.run(engine, requests(0, 0) + requests(1, 100))
+    for version in (0, 1):
+        alone = tiny.engine(tiny.model("llama"), weights=weights, versions=(version,), kernels=kernels)
+        expected = tiny.run(alone, requests(version, 100 * version)).said
+        assert {key: said for key, said in both.said.items() if (key >= 100) == version} == expected
+    stamps = {(event.version, event.fingerprint) for event in both.events if isinstance(event, Generated)}
+    assert stamps == {(version, weights.fingerprint(version)) for version in (0, 1)}
+    assert stamps == {(one.version, one.fingerprint) for one in both.finished.values()}
+
+
+class Mapped:
+    """A source over safetensors files, which can be held back."""
+
+    def __init__(self, folder: Path) -> None:
+        self.open = threading.Event()
+        self.open.set()
+        self._folder = folder
+        self.given: dict[int, Mapping[str, Any]] = {}
+
+    def tensors(self, version: int) -> Mapping[str, Any]:
+        self.open.wait(timeout=60)
+        self.given[version] = load_file(self._folder / f"{version}.safetensors")
+        return self.given[version]
+
+    def fingerprint(self, version: int) -> str:
+        return f"file {version}"
+
+
+@pytest.fixture
+def mapped(tmp_path: Path) -> Mapped:
+    for version in (0, 1):
+        state = tiny.model("llama", seed=version).state_dict()
+        save_file({name: tensor.contiguous() for name, tensor in state.items()}, tmp_path / f"{version}.safetensors")
+    return Mapped(tmp_path)
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_weights_are_not_copied(mapped: Mapped, kernels: str) -> None:
+    engine = tiny.engine(tiny.model("llama"), weights=mapped, kernels=kernels)
+    given = {tensor.data_ptr() for tensor in mapped.given[0].values()}
+    runner: Any = engine.slots[0].runner
+    if kernels == "native":
+        used = {tensor.data_ptr() for tensor in runner._weights.values()}
+    else:
+        used = {parameter.data_ptr() for parameter in runner._module.parameters()}
+    assert used == given
+
+
+def test_decoding_goes_on_beside_a_load(mapped: Mapped) -> None:
+    engine = tiny.engine(tiny.model("llama"), weights=mapped, slots=2)
+    for request in requests(0, 0):
+        engine.submit(request)
+    mapped.open.clear()
+    engine.load(1, 1)
+    listener = Listener()
+    while engine.running or len(listener.finished) < 5:
+        listener.hear(engine.step())
+    assert not any(isinstance(event, SlotLoaded) and event.version == 1 for event in listener.events)
+    assert engine.slots[1].account.by_label().get(Label.LOAD, 0) > 0
+    mapped.open.set()
+    engine.wait_for_loads()
+    listener.hear(engine.step())
+    assert any(isinstance(event, SlotLoaded) and event.version == 1 for event in listener.events)
+    tiny.run(engine, requests(1, 50))
+
+
+def test_a_version_that_is_not_there() -> None:
+    engine = tiny.engine(tiny.model("llama"), slots=2)
+    engine.submit(requests(0, 0)[0])
+    engine.load(1, 77)
+    listener = Listener().run(engine)
+    failed = [event for event in listener.events if isinstance(event, SlotLoadFailed)]
+    assert len(failed) == 1
+    assert "77" in failed[0].reason
+    assert len(listener.finished) == 1, "the other request did not go on"
+    with pytest.raises(VersionError, match="77"):
+        engine.submit(requests(77, 9)[0])
+
+
+def test_weights_of_another_shape_are_refused() -> None:
+    state = tiny.model("llama").state_dict() | {"model.norm.weight": torch.ones(5)}
+    engine = tiny.engine(tiny.model("llama"), weights=MemoryWeights({0: state}))
+    events = engine.step().events
+    assert [type(event) for event in events] == [SlotLoadFailed]
+    assert "model.norm.weight" in events[0].reason  # type: ignore[union-attr]
+
+
+def test_a_slot_with_requests_is_not_overwritten() -> None:
+    engine = tiny.engine(tiny.model("llama"), weights=two_versions())
+    engine.submit(requests(0, 0)[0])
+    with pytest.raises(SlotError, match="still has requests"):
+        engine.load(0, 1)
+    with pytest.raises(SlotError, match="no slot 3"):
+        engine.load(3, 1)
+
+
+def test_an_unloaded_slot_lets_go_of_its_weights(mapped: Mapped) -> None:
+    engine = tiny.engine(tiny.model("llama"), weights=mapped)
+    tiny.run(engine, requests(0, 0))
+    weight = weakref.ref(mapped.given.pop(0)["model.norm.weight"])
+    engine.unload(0)
+    gc.collect()
+    assert weight() is None
+    with pytest.raises(VersionError, match="version 0"):
+        engine.submit(requests(0, 0)[0])
+
+
+def test_in_flight_update_changes_the_version_and_counts_the_recomputation() -> None:
+    engine = tiny.engine(tiny.model("llama"), weights=two_versions(), max_requests=3)
+    for request in requests(0, 0):
+        engine.submit(request)
+    listener, versions = Listener(), []
+    for _ in range(12):
+        listener.hear(output := engine.step())
+        versions += [part.version for part in output.tokens]
+    engine.load(0, 1, in_flight=True)
+    engine.wait_for_loads()
+    while engine.busy:
+        listener.hear(output := engine.step())
+        versions += [part.version for part in output.tokens]
+        engine.check()
+    assert versions == sorted(versions)
+    assert set(versions) == {0, 1}
+    assert engine.stats.reprefilled > 0
+    assert {one.tokens for one in listener.finished.values()} == {25}
+
+
+def test_all_time_has_a_label() -> None:
+    ticks = iter(range(0, 10**9, 1000))
+    from dora_rl.engine.config import EngineConfig
+    from dora_rl.engine.engine import Engine
+
+    made = tiny.model("llama")
+    config = EngineConfig(slots=2, kv_bytes=1 << 22, prefill_chunk=16, threads=1)
+    engine = Engine(made, MemoryWeights.of(made), config, clock=lambda: next(ticks))
+    engine.load(0, 0)
+    engine.wait_for_loads()
+    tiny.run(engine, requests(0, 0))
+    busy = engine.slots[0].account
+    assert busy.by_label()[Label.DECODE] > busy.by_label()[Label.PREFILL] > 0
+    for slot in engine.slots:
+        assert sum(slot.account.by_label().values()) == slot.account.lifetime > 0
+    assert set(engine.slots[1].account.by_label()) == {Label.IDLE}

@@ -1,0 +1,115 @@
+"""The objectives once more, written as plainly as the papers do: one padded batch, loops over trajectories."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dora_rl.core.trajectory import Group, Trajectory
+
+
+def padded_logprobs(model: Any, trajectories: list[Trajectory], temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """[B, T] log-probs and entropies of each token given those before, on one right-padded batch."""
+    longest = max(len(t.tokens) for t in trajectories)
+    ids = torch.zeros(len(trajectories), longest, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, trajectory in enumerate(trajectories):
+        ids[row, : len(trajectory.tokens)] = torch.from_numpy(trajectory.tokens.astype(np.int64))
+        mask[row, : len(trajectory.tokens)] = 1
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits / temperature
+    distribution = torch.log_softmax(logits[:, :-1], dim=-1)
+    picked = torch.gather(distribution, 2, ids[:, 1:, None])[:, :, 0]
+    entropy = -(distribution.exp() * distribution).sum(-1)
+    first = torch.zeros(len(trajectories), 1)
+    return torch.cat([first, picked], 1), torch.cat([first, entropy], 1)
+
+
+def advantages_of(name: str, groups: list[Group]) -> list[float]:
+    rewards = [[t.reward for t in g.trajectories] for g in groups]
+    everyone = [r for group in rewards for r in group]
+    result = []
+    if name == "reinforce_pp_baseline":
+        centred = [r - sum(group) / len(group) for group in rewards for r in group]
+        spread = (sum(c * c for c in centred) / len(centred)) ** 0.5
+        return [c / (spread + 1e-4) for c in centred]
+    for group in rewards:
+        mean = sum(group) / len(group)
+        for place, reward in enumerate(group):
+            if name == "supervised":
+                result.append(1.0)
+            elif name == "dr_grpo":
+                result.append(reward - mean)
+            elif name == "rloo":
+                others = group[:place] + group[place + 1 :]
+                result.append(reward - sum(others) / len(others))
+            elif name == "reinforce_pp":
+                overall = sum(everyone) / len(everyone)
+                spread = (sum((r - overall) ** 2 for r in everyone) / len(everyone)) ** 0.5
+                result.append((reward - overall) / (spread + 1e-4))
+            else:
+                spread = (sum((r - mean) ** 2 for r in group) / (len(group) - 1)) ** 0.5
+                result.append((reward - mean) / (spread + 1e-4))
+    return result
+
+
+BOUNDS = {
+    "grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "rloo": (0.2, 0.2), "reinforce_pp": (0.2, 0.2),
+    "supervised": (0, 0), "reinforce_pp_baseline": (0.2, 0.2),
+    "gspo": (3e-4, 4e-4), "cispo": (1.0, 0.28), "longcat": (0.2, 0.28),
+}  # fmt: skip
+
+
+def trajectory_losses(name: str, logprobs: Tensor, behaviour: Tensor, advantage: float) -> list[Tensor]:
+    """The loss of each trained token of one trajectory."""
+    low, high = BOUNDS[name]
+    ratios = torch.exp(logprobs - behaviour)
+    if name == "gspo":
+        ratios = torch.exp((logprobs - behaviour).sum() / len(logprobs)).repeat(len(logprobs))
+    losses = []
+    for ratio, logprob in zip(ratios, logprobs, strict=True):
+        if name == "supervised":
+            losses.append(-logprob)
+            continue
+        if name == "cispo":
+            losses.append(-min(max(float(ratio.detach()), 1 - low), 1 + high) * advantage * logprob)
+            continue
+        if advantage >= 0:
+            used = ratio if ratio < 1 + high else torch.tensor(1 + high)
+        else:
+            used = ratio if ratio > 1 - low else torch.tensor(1 - low)
+            if name == "longcat" and used > 3.0:
+                used = torch.tensor(3.0)
+        losses.append(-used * advantage)
+    return losses
+
+
+def average(kind: str, rows: list[list[Tensor]], length: int) -> Tensor:
+    """Of the token losses of all trajectories."""
+    tokens = torch.stack([loss for row in rows for loss in row])
+    if kind == "token_mean":
+        return tokens.mean()
+    if kind == "sequence_mean":
+        return torch.stack([torch.stack(row).mean() for row in rows]).mean()
+    return tokens.sum() / (len(rows) * length)
+
+
+USUAL = {
+    "grpo": "sequence_mean", "dr_grpo": "constant_length", "dapo": "token_mean", "rloo": "token_mean",
+    "reinforce_pp": "token_mean", "reinforce_pp_baseline": "token_mean", "gspo": "sequence_mean",
+    "supervised": "token_mean", "cispo": "token_mean", "longcat": "constant_length",
+}  # fmt: skip
+
+
+def objective(name: str, model: Any, groups: list[Group], constant_length: int) -> Tensor:
+    """The loss of a whole step, on one padded batch."""
+    trajectories = [t for g in groups for t in g.trajectories]
+    logprobs, _ = padded_logprobs(model, trajectories)
+    rows = []
+    for row, (trajectory, advantage) in enumerate(zip(trajectories, advantages_of(name, groups), strict=True)):
+        trained = torch.from_numpy(np.flatnonzero(trajectory.loss_mask))
+        behaviour = torch.from_numpy(trajectory.behaviour_logprobs.copy())[trained]
+        rows.append(trajectory_losses(name, logprobs[row, trained], behaviour, advantage))
+    return average(USUAL[name], rows, constant_length)

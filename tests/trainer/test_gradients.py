@@ -1,0 +1,191 @@
+"""The gradient of a step is the gradient of the formula, however the step is cut up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dora_rl.core.trajectory import Group
+from dora_rl.trainer.algorithms import ALGORITHMS
+from dora_rl.trainer.config import AlgorithmConfig
+from dora_rl.trainer.objective import References, micro_loss
+from dora_rl.trainer.packing import pack
+from dora_rl.trainer.policy import PolicyOutput
+from tests.trainer import plain
+from tests.trainer.making import assert_close, gradients, groups, llama, moe, trainer
+
+CONSTANT = 64
+
+
+def step_gradient(model: Any, parts: list[list[Group]], **settings: Any) -> dict[str, torch.Tensor]:
+    """The gradient that the optimiser would use, from a trainer that is given the groups in parts."""
+    made = trainer(model, **settings)
+    opened = None
+    for part in parts:
+        made.accumulate(0, part)
+    opened = made._open
+    assert opened is not None
+    if not made.config.streams:
+        made._gradients(opened, opened.score(opened.groups, made.config.algorithm), {})
+    return {name: gradient / opened.denominator for name, gradient in gradients(model).items()}
+
+
+def padded_gradient(name: str, model: Any, batch: list[Group]) -> dict[str, torch.Tensor]:
+    plain.objective(name, model, batch, CONSTANT).backward()
+    return gradients(model)
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    return {"algorithm": {"name": name, "constant_length": CONSTANT}}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_packed_gradient_equals_one_padded_batch_of_the_plain_formula(name: str) -> None:
+    noise = 0.001 if name == "gspo" else 0.4  # so that ratios fall on both sides of the bounds
+    batch = groups(model=llama(), noise=noise)
+    wanted = padded_gradient(name, llama(), batch)
+    found = step_gradient(llama(), [batch], micro_batch_tokens=70, **settings_of(name))
+    assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "gspo", "reinforce_pp"])
+def test_streamed_equals_batched(name: str) -> None:
+    batch = groups(count=5, model=llama())
+    whole = step_gradient(llama(), [batch], micro_batch_tokens=4096, **settings_of(name))
+    streamed = step_gradient(llama(), [[group] for group in batch], micro_batch_tokens=50, **settings_of(name))
+    assert_close(streamed, whole)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_packed_equals_padded_with_and_without_tied_embeddings(tied: bool) -> None:
+    batch = groups(model=llama(tie_word_embeddings=tied))
+    wanted = padded_gradient("dapo", llama(tie_word_embeddings=tied), batch)
+    found = step_gradient(llama(tie_word_embeddings=tied), [batch], **settings_of("dapo"))
+    assert_close(found, wanted)
+
+
+def test_packed_equals_padded_for_a_mixture_of_experts() -> None:
+    batch = groups(model=moe())
+    wanted = padded_gradient("grpo", moe(), batch)
+    found = step_gradient(moe(), [batch], **settings_of("grpo"))
+    assert_close(found, wanted)
+
+
+def test_gradient_checkpointing_changes_nothing() -> None:
+    batch = groups(model=llama())
+    wanted = step_gradient(llama(), [batch])
+    found = step_gradient(llama(), [batch], gradient_checkpointing=True)
+    assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("correction", ["none", "token_truncate", "sequence_truncate", "token_mask", "sequence_mask"])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_gradients_of_every_loss_against_finite_differences(name: str, correction: str) -> None:
+    """In double precision, with respect to log-probs and entropies of each token, away from the kinks of clips."""
+    config = AlgorithmConfig.model_validate(
+        {
+            "name": name,
+            "constant_length": CONSTANT,
+            "correction": correction,
+            "kl_coefficient": 0.3,
+            "entropy_coefficient": 0.2,
+        }
+    )
+    batch = pack(groups(count=1, longest=9, noise=0)[0].trajectories)
+    random = torch.Generator().manual_seed(3)
+    count = len(batch.targets)
+
+    def noisy(scale: float) -> torch.Tensor:
+        return batch.behaviour.double() + scale * torch.randn(count, generator=random, dtype=torch.float64)
+
+    anchor, reference = noisy(0.1), noisy(0.5)
+    advantages = torch.tensor([1.5, -0.7, 0.4, -1.2], dtype=torch.float64)
+
+    def value(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+        double = batch.__class__(
+            **{n: getattr(batch, n) for n in batch.__slots__} | {"behaviour": batch.behaviour.double()}
+        )
+        return micro_loss(
+            config, PolicyOutput(logprobs, entropy), double, advantages, References(reference, anchor)
+        ).total
+
+    inputs = (
+        noisy(0.0004 if name == "gspo" else 0.5).requires_grad_(),
+        torch.rand(count, generator=random, dtype=torch.float64).requires_grad_(),
+    )
+    # CISPO's ratio is a weight without gradient by design: its derivative is taken with the weight held fixed.
+    if name == "cispo":
+        total = value(*inputs)
+        (found,) = torch.autograd.grad(total, inputs[0])
+        base = (inputs[0] - (anchor if correction != "none" else batch.behaviour.double())).detach().exp()
+        gap = (anchor - batch.behaviour.double()).exp()
+        weight = base.clamp(0, 1.28) * advantages[batch.sequence]
+        if correction != "none":
+            sums = torch.zeros(4, dtype=torch.float64).index_add(0, batch.sequence, gap.log())[batch.sequence].exp()
+            used = sums if correction.startswith("sequence") else gap
+            weight = weight * (
+                used.clamp(max=2.0) if correction.endswith("truncate") else used * ((used >= 0.5) & (used <= 2.0))
+            )
+        kl = 0.3 * (1 - (reference - inputs[0].detach()).exp())
+        torch.testing.assert_close(found, -weight + kl)
+        return
+    assert torch.autograd.gradcheck(value, inputs, eps=1e-7, atol=1e-5)
+
+
+def test_corrections_follow_their_formulas() -> None:
+    batch = pack(groups(count=1, longest=9, noise=0)[0].trajectories)
+    anchor = batch.behaviour + 0.3 * torch.randn(len(batch.targets), generator=torch.Generator().manual_seed(1))
+    policy = PolicyOutput(anchor.clone().requires_grad_(), torch.zeros_like(anchor))
+    advantages = torch.tensor([1.0, -1.0, 2.0, -2.0])
+    gap = np.exp((anchor - batch.behaviour).numpy().astype(np.float64))
+    for kind in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"):
+        config = AlgorithmConfig.model_validate(
+            {"name": "dapo", "correction": kind, "correction_low": 0.8, "correction_high": 1.2}
+        )
+        (found,) = torch.autograd.grad(
+            micro_loss(config, policy, batch, advantages, References()).total, policy.logprobs
+        )
+        for place in range(len(anchor)):
+            mine = batch.sequence == batch.sequence[place]
+            value = float(np.prod(gap[mine.numpy()])) if kind.startswith("sequence") else float(gap[place])
+            if kind.endswith("truncate"):
+                weight = min(value, 1.2)
+            else:
+                weight = value if 0.8 <= value <= 1.2 else 0.0
+            wanted = -weight * float(advantages[batch.sequence[place]])
+            assert float(found[place]) == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+
+
+def test_kl_entropy_and_temperature_against_the_plain_formula() -> None:
+    batch = groups(model=llama())
+    settings = {"name": "dapo", "kl_coefficient": 0.1, "entropy_coefficient": 0.05}
+    model = llama()
+    made = trainer(model, algorithm=settings, temperature=0.7)
+    with torch.no_grad():  # move away from the reference, which is the model as given
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.sin(torch.arange(parameter.numel()).float()).view_as(parameter))
+    moved = {name: value.clone() for name, value in model.state_dict().items()}
+    made.accumulate(0, batch)
+    assert made._open is not None
+    found = {name: gradient / made._open.denominator for name, gradient in gradients(model).items()}
+
+    trajectories = [t for g in batch for t in g.trajectories]
+    with torch.no_grad():
+        reference, _ = plain.padded_logprobs(llama(), trajectories, 0.7)
+    again = llama()
+    again.load_state_dict(moved)
+    logprobs, entropy = plain.padded_logprobs(again, trajectories, 0.7)
+    total, count = torch.tensor(0.0), 0
+    for row, (trajectory, advantage) in enumerate(zip(trajectories, plain.advantages_of("dapo", batch), strict=True)):
+        for at in np.flatnonzero(trajectory.loss_mask):
+            new, old = logprobs[row, at], float(trajectory.behaviour_logprobs[at])
+            ratio = torch.exp(new - old)
+            gain = torch.min(ratio * advantage, torch.clamp(ratio, 0.8, 1.28) * advantage)
+            kl = torch.exp(reference[row, at] - new) - (reference[row, at] - new) - 1
+            total = total - gain + 0.1 * kl - 0.05 * entropy[row, at]
+            count += 1
+    (total / count).backward()
+    assert_close(found, gradients(again))

@@ -1,0 +1,104 @@
+"""What each of several processes does in `test_distributed`: python -m tests.trainer.two_processes FOLDER."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from dora_rl.core.errors import NonFiniteError
+from dora_rl.trainer import checkpoint
+from dora_rl.trainer.adapter import whole
+from dora_rl.trainer.config import TrainerConfig
+from dora_rl.trainer.trainer import Trainer
+from dora_rl.trainer.world import World, join
+from dora_rl.weights.store import WeightStore
+from tests.trainer.making import groups, llama, moe
+from tests.trainer.test_trainer import replaced
+
+MODELS: dict[str, Any] = {
+    "tied": lambda: llama(tie_word_embeddings=True),
+    "untied": llama,
+    "moe": moe,
+    "lora": llama,
+    "offload": llama,
+    "checkpointing": llama,
+}
+SETTINGS: dict[str, Any] = {name: {"optimiser": {"learning_rate": 1e-2}, "micro_batch_tokens": 60} for name in MODELS}
+SETTINGS["lora"] = SETTINGS["lora"] | {"lora": {"rank": 4}}
+SETTINGS["offload"] = SETTINGS["offload"] | {"optimiser": {"learning_rate": 1e-2, "offload": True}}
+SETTINGS["checkpointing"] = SETTINGS["checkpointing"] | {
+    "gradient_checkpointing": True,
+    "algorithm": {"name": "dapo", "kl_coefficient": 0.1},
+    "mini_batches": 2,
+}
+
+
+def make(name: str, world: World) -> Trainer:
+    torch.manual_seed(3)
+    model = MODELS[name]()
+    torch.manual_seed(4)  # adapters start alike everywhere
+    return Trainer(model, TrainerConfig.model_validate(SETTINGS[name]), world=world)
+
+
+def run(name: str, world: World) -> dict[str, Any]:
+    """Gradients of the first step, weights after two, and the metrics of the second."""
+    made = make(name, world)
+    # An odd number of micro-batches: one process has to take part without work of its own.
+    batch = groups(count=3, model=MODELS[name](), seed=1)
+    made.accumulate(0, batch)
+    gradients = {}
+    if made._open is not None and made.config.streams:
+        scale = world.size / made._open.denominator
+        gradients = {
+            key: whole(parameter.grad) * scale
+            for key, parameter in zip(made.optimiser.names, made.optimiser.parameters, strict=True)
+            if parameter.grad is not None
+        }
+    made.apply(0)
+    made.accumulate(1, groups(count=3, seed=2, version=1))
+    report = made.apply(1)
+    weights = {key: whole(tensor).clone() for key, tensor in made.model.state_dict().items()}
+    return {"gradients": gradients, "weights": weights, "metrics": report.metrics}
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    world = join("cpu", timeout_s=60)
+    results = {name: run(name, world) for name in MODELS}
+
+    made = make("untied", world)
+    store = WeightStore(folder / "store", keep=2)
+    made.accumulate(0, groups(count=3, seed=1))
+    made.apply(0)
+    fingerprint = made.publish(1, store)
+    checkpoint.save(folder / f"saved-by-{world.size}", made, position={"saved by": world.size})
+
+    bad = groups(count=3, seed=2, version=1)
+    worst = bad[2].trajectories[3]
+    behaviour = np.where(worst.loss_mask, np.float32(-1e9), worst.behaviour_logprobs)
+    bad[2] = replaced(bad[2], 3, behaviour_logprobs=behaviour, reward=-9.0)
+    try:
+        made.accumulate(1, bad)
+    except NonFiniteError as error:
+        results["culprits"] = {"trajectories": error.trajectories}
+
+    other = folder / "saved-by-1"
+    if world.size > 1 and (path := checkpoint.latest(other)) is not None:
+        again = make("untied", world)
+        checkpoint.restore(path, again)
+        again.accumulate(1, groups(count=3, seed=2, version=1))
+        again.apply(1)
+        results["resumed"] = {"weights": {k: whole(t).clone() for k, t in again.model.state_dict().items()}}
+    results["published"] = {"fingerprint": fingerprint}
+    torch.save(results, folder / f"results-{world.size}-{world.rank}.pt")
+    if world.size > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
