@@ -11,7 +11,7 @@ from dora_rl.trainer.algorithms.algorithm import Algorithm, Clip
 from dora_rl.trainer.algorithms.grpo import normalised
 from dora_rl.trainer.algorithms.pieces import ppo_clip
 
-# The report gives no values: the first two are DAPO's, the third is the usual one of dual-clip PPO (arXiv 1912.09729).
+# Defaults: the first two are DAPO's, the third is the usual one of dual-clip PPO (arXiv 1912.09729).
 LONGCAT = Algorithm(
     advantage=normalised,
     policy_loss=ppo_clip,
