@@ -164,6 +164,9 @@ class Training:
         complete = self._complete()
         if (streaming or complete) and self._sent < len(self._batch):
             step = self._step()
+            if not streaming:
+                # One order whatever finished first, so that the sums of a synchronous step are the same to the bit.
+                self._batch.sort(key=lambda group: (group.version, group.id))
             self._context.say(
                 Accumulate(
                     step=step, attempt=self.attempt, groups=tuple(group.id for group in self._batch[self._sent :])
