@@ -1,4 +1,4 @@
-"""Imports go downwards only, and the control plane and the simulator need no torch."""
+"""Imports go downwards only, and the control plane, the simulator and tasks need no torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "runtime": {"core", "control", "models", *PARTS},
     "apps": {"core", "control", "sim", "models", "runtime", *PARTS},
 }
-TORCH_FREE = ("core", "control", "sim")
+TORCH_FREE = ("core", "control", "sim", "envs")
 
 
 def imports(path: Path) -> set[str]:

@@ -1,0 +1,76 @@
+"""Configuration of data, rewards and environments."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from pydantic import Field, model_validator
+
+from dora_rl.core.config import Config
+
+
+class DataConfig(Config):
+    """Where problems come from."""
+
+    source: str
+    """`FILE.jsonl`, `.json` or `.parquet`; `datasets:NAME[:SPLIT]`; `reasoning_gym:NAME`; or `FILE.py:function` or
+    `module:function` that returns rows."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the dataset or function that `source` names."""
+    prompt: str = Field(default="prompt", min_length=1)
+    """Column with the prompt: a text, or a list of messages."""
+    answer: str = Field(default="answer", min_length=1)
+    """Column with the answer; dots reach into objects, as in `reward_model.ground_truth`."""
+    system: str | None = None
+    """System message put in front of every prompt, which makes a chat of texts; empty: a chat without one."""
+    limit: int | None = Field(default=None, ge=1)
+    """Rows to read; the others are left out."""
+    held_out: int = Field(default=0, ge=0)
+    """Rows at the end of what is read that are kept for evaluation and never trained."""
+    shuffle: bool = True
+    """Train in another order each epoch."""
+    seed: int = 0
+    """Of the order, and of generated data."""
+    size: int = Field(default=1000, ge=1)
+    """Rows to generate (`reasoning_gym`), `held_out` ones included."""
+    epochs: int | None = Field(default=None, ge=1)
+    """Passes over the training rows; none: as many as the run needs."""
+
+    @model_validator(mode="after")
+    def _known_places(self) -> Self:
+        if "trust_remote_code" in self.params:
+            raise ValueError("params.trust_remote_code is not supported: convert that dataset to parquet or JSONL")
+        return self
+
+
+class RewardConfig(Config):
+    """What an answer is worth."""
+
+    functions: list[str] = Field(default_factory=list)
+    """Builtins (`exact`, `contains`, `number`, `math`, `reasoning_gym`, `code`, `format:REGEX`), `FILE.py:function`
+    or `module:function`; the reward is their weighted sum."""
+    weights: list[float] | None = None
+    """One weight per function; 1 each if left out."""
+    timeout_seconds: float = Field(default=30.0, gt=0)
+    """One answer's verdict is `failed` if it takes longer."""
+    workers: int = Field(default=1, ge=1)
+    """Processes that judge at once."""
+
+    @model_validator(mode="after")
+    def _one_weight_each(self) -> Self:
+        if self.weights is not None and len(self.weights) != len(self.functions):
+            raise ValueError(f"weights has {len(self.weights)} entries for {len(self.functions)} functions")
+        return self
+
+
+class EnvironmentConfig(Config):
+    """What answers back, where a trajectory has several turns."""
+
+    kind: str | None = None
+    """`FILE.py:Class` or `module:Class`; none: one turn."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the class."""
+    max_turns: int = Field(default=8, ge=1)
+    """The trajectory ends after so many turns of the policy."""
+    timeout_seconds: float = Field(default=60.0, gt=0)
+    """The trajectory's verdict is `failed` if one reset or step takes longer."""

@@ -1,0 +1,182 @@
+"""Judging: completions in, verdicts out.
+
+Invariants:
+- a name that can't be resolved is the user's mistake and raises when the judge is made; from then on nothing raises
+  but the user's own interrupt: whatever a function does becomes a `failed` verdict that names it;
+- a verdict has either a finite reward or a reason, never both and never neither;
+- an answer's verdict does not depend on the answers that are judged beside it: where a function that takes many fails
+  on them together, each is given to it alone.
+
+A judge runs in a process that may be killed: a function that hangs is cut off from outside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import msgspec
+
+from dora_rl.core.errors import ConfigError
+from dora_rl.core.nouns import Record
+from dora_rl.envs.builtins import BUILTINS, builtin
+from dora_rl.envs.config import RewardConfig
+from dora_rl.envs.data import Problem
+from dora_rl.envs.importing import named_object, one_line
+from dora_rl.envs.shapes import Answer, Shaped, shaped
+
+
+class Verdict(Record, frozen=True, kw_only=True):
+    """What one answer is worth, or why nobody can say."""
+
+    reward: float | None = None
+    parts: dict[str, float] = msgspec.field(default_factory=dict)
+    """What each function gave, before weights; further numbers it told of, as `function/name`."""
+    failed: str | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.reward is None) != (self.failed is None)
+        assert self.reward is None or math.isfinite(self.reward)
+
+
+class _Score(Record, frozen=True, kw_only=True):
+    """What one function says of one answer; neither value nor failure where it does not apply."""
+
+    value: float | None = None
+    extras: dict[str, float] = msgspec.field(default_factory=dict)
+    failed: str | None = None
+
+
+_Scores: TypeAlias = list[_Score]
+
+
+class Judge:
+    """All reward functions of a run, called as their shapes want it."""
+
+    def __init__(self, reward: RewardConfig, folder: Path) -> None:
+        self._functions = _resolve(reward.functions, folder)
+        self._weights = reward.weights or [1.0] * len(self._functions)
+        # One loop for all calls: clients that async functions keep are bound to it.
+        self._runner = asyncio.Runner()
+        self.close = weakref.finalize(self, self._runner.close)
+
+    def score(self, problem: Problem, completion: str, completion_ids: tuple[int, ...] = ()) -> Verdict:
+        """The verdict on one completion."""
+        return self.score_many([Answer(problem, completion, completion_ids)])[0]
+
+    def score_many(self, answers: Sequence[Answer]) -> list[Verdict]:
+        """The verdicts on many, in their order; functions that take lists are called once."""
+        table = [self._by_function(function, answers) for function in self._functions]
+        return [self._verdict([scores[place] for scores in table]) for place in range(len(answers))]
+
+    def _by_function(self, function: Shaped, answers: Sequence[Answer]) -> _Scores:
+        if function.many is not None and len(answers) > 1:
+            together = self._together(function, answers)
+            if together is not None:
+                return together
+        return [self._alone(function, answer) for answer in answers]
+
+    def _together(self, function: Shaped, answers: Sequence[Answer]) -> _Scores | None:
+        """All scores of one call; none if the call as a whole came to nothing."""
+        assert function.many is not None
+        try:
+            values = list(self._finish(function.many(answers)))
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
+            return None
+        if len(values) != len(answers):
+            return None
+        return [_score(function.name, value, listed=True) for value in values]
+
+    def _alone(self, function: Shaped, answer: Answer) -> _Score:
+        try:
+            value = self._finish(function.one(answer))
+            if function.many is None:
+                return _score(function.name, value, listed=False)
+            values = list(value)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            return _Score(failed=f"{function.name}: {one_line(error)}")
+        if len(values) != 1:
+            return _Score(failed=f"{function.name} returned {len(values)} scores for 1 completion")
+        return _score(function.name, values[0], listed=True)
+
+    def _finish(self, result: Any) -> Any:
+        """What an async function comes to in the end."""
+        return self._runner.run(_awaited(result)) if inspect.isawaitable(result) else result
+
+    def _verdict(self, scores: _Scores) -> Verdict:
+        failures = [score.failed for score in scores if score.failed is not None]
+        if failures:
+            return Verdict(failed=failures[0])
+        named = list(zip(self._functions, self._weights, scores, strict=True))
+        applying = [
+            (function.name, weight, score.value) for function, weight, score in named if score.value is not None
+        ]
+        if scores and not applying:
+            return Verdict(failed=f"{self._functions[0].name} returned None")
+        reward = sum(weight * value for _, weight, value in applying)
+        if not math.isfinite(reward):
+            return Verdict(failed=f"the weighted sum of the rewards is {reward}")
+        extras = {
+            f"{function.name}/{name}": value for function, _, score in named for name, value in score.extras.items()
+        }
+        return Verdict(reward=reward, parts={**extras, **{name: value for name, _, value in applying}})
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+def _score(name: str, value: Any, *, listed: bool) -> _Score:
+    """Read one returned value. In a list, None says that the function does not apply to that row, as in TRL."""
+    try:
+        if value is None and listed:
+            return _Score()
+        extras: dict[str, float] = {}
+        if isinstance(value, dict):
+            if "score" not in value:
+                return _Score(failed=f"{name} returned a dict without 'score'")
+            extras = {str(key): float(item) for key, item in value.items() if key != "score" and _is_number(item)}
+            value = value["score"]
+        if value is None or isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+            return _Score(failed=f"{name} returned {type(value).__name__}, not a number")
+        number = float(value)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return _Score(failed=f"{name}: {one_line(error)}")
+    if not math.isfinite(number):
+        return _Score(failed=f"{name} returned {number}")
+    return _Score(value=number, extras=extras)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _resolve(names: Sequence[str], folder: Path) -> list[Shaped]:
+    found = [_function(name, folder) for name in names]
+    short = [function.name for function in found]
+    return [
+        function if short.count(function.name) == 1 else function._replace(name=name)
+        for name, function in zip(names, found, strict=True)
+    ]
+
+
+def _function(name: str, folder: Path) -> Shaped:
+    ready = builtin(name)
+    if ready is not None:
+        return shaped(name, ready)
+    if ":" not in name:
+        raise ConfigError(
+            f"reward '{name}' is unknown: take {', '.join(sorted(BUILTINS))}, format:REGEX or FILE.py:function"
+        )
+    return shaped(name.rpartition(":")[2], named_object(name, folder))

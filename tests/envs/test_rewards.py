@@ -1,0 +1,332 @@
+"""Every shape of reward function is called as its library would, and nothing it does gets past the judge."""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dora_rl.core.config import build
+from dora_rl.core.errors import ConfigError, UserError
+from dora_rl.envs.config import RewardConfig
+from dora_rl.envs.data import Problem
+from dora_rl.envs.importing import named_object
+from dora_rl.envs.rewards import Judge, Verdict
+from dora_rl.envs.shapes import Answer, shaped
+from tests.envs.making import CHAT, a_problem, judge, loaded, write_code
+
+SEEN = "seen = []\n"
+
+
+def test_trl_functions_get_lists_and_columns(tmp_path: Path) -> None:
+    write_code(
+        tmp_path,
+        SEEN
+        + """
+def by_length(prompts, completions, completion_ids, answer, level, **kwargs):
+    seen.append((prompts, completions, completion_ids, answer, level, sorted(kwargs)))
+    return [float(len(text)) for text in completions]
+""",
+    )
+    made = judge(tmp_path, "task.py:by_length")
+    answers = [Answer(a_problem(level=n, other=None), "x" * n, (n,)) for n in range(3)]
+    assert [verdict.reward for verdict in made.score_many(answers)] == [0.0, 1.0, 2.0]
+    seen = named_object("task.py:seen", tmp_path)
+    assert seen == [(["What is 6 x 7?"] * 3, ["", "x", "xx"], [[0], [1], [2]], ["42"] * 3, [0, 1, 2], ["other"])]
+
+
+def test_trl_functions_get_messages_where_the_prompt_is_a_chat(tmp_path: Path) -> None:
+    write_code(
+        tmp_path, SEEN + "def f(prompts, completions):\n    seen.append((prompts, completions))\n    return [1.0]\n"
+    )
+    made = judge(tmp_path, "task.py:f")
+    assert made.score(a_problem(prompt=CHAT), "42").reward == 1.0
+    assert named_object("task.py:seen", tmp_path) == [
+        ([[{"role": "user", "content": "What is 6 x 7?"}]], [[{"role": "assistant", "content": "42"}]])
+    ]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_async_functions_are_awaited_on_one_loop(count: int, tmp_path: Path) -> None:
+    write_code(
+        tmp_path,
+        """
+import asyncio
+loops = set()
+async def f(completions, **kwargs):
+    await asyncio.sleep(0)
+    loops.add(asyncio.get_running_loop())
+    return [float(len(loops))] * len(completions)
+""",
+    )
+    made = judge(tmp_path, "task.py:f")
+    for _ in range(2):
+        assert [verdict.reward for verdict in made.score_many([Answer(a_problem(), "")] * count)] == [1.0] * count
+
+
+def test_verl_functions_get_what_verl_gives_them(tmp_path: Path) -> None:
+    write_code(
+        tmp_path,
+        SEEN
+        + """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    seen.append((data_source, solution_str, ground_truth, extra_info))
+    return {"score": 0.5, "acc": True, "note": "fine"}
+""",
+    )
+    made = judge(tmp_path, "task.py:compute_score")
+    verdict = made.score(a_problem('{"n":1}', data_source="gsm8k", extra_info={"i": 1}), "42")
+    assert verdict == Verdict(reward=0.5, parts={"compute_score": 0.5, "compute_score/acc": 1.0})
+    made.score(Problem(key="k", prompt="p", answer="4", columns={"answer": 4}), "4")
+    assert named_object("task.py:seen", tmp_path) == [("gsm8k", "42", '{"n":1}', {"i": 1}), ("", "4", 4, None)]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def f(prompt, completion, answer):\n    return prompt == 'What is 6 x 7?' and completion == answer",
+        "def f(problem, completion, answer):\n    return problem.answer == completion == answer",
+        "def f(completion, level):\n    return completion == '42' and level == 3",
+        "def f(question, said, wanted):\n    return question == 'What is 6 x 7?' and said == wanted",
+        "class F:\n    def __call__(self, completion, answer):\n        return completion == answer\nf = F()",
+        "import numpy\ndef f(completion, answer):\n    return numpy.float32(completion == answer)",
+        "async def f(completion, answer):\n    return completion == answer",
+    ],
+)
+def test_plain_functions_get_what_they_name(code: str, tmp_path: Path) -> None:
+    write_code(tmp_path, code)
+    made = judge(tmp_path, "task.py:f")
+    assert [made.score(a_problem(level=3), text).reward for text in ("42", "41")] == [1.0, 0.0]
+
+
+def test_rewards_are_summed_with_their_weights(tmp_path: Path) -> None:
+    made = judge(tmp_path, "exact", "format:^4", "format:2$", weights=[1.0, 0.5, -2.0])
+    assert made.score(a_problem(), "43") == Verdict(
+        reward=0.5, parts={"exact": 0.0, "format:^4": 1.0, "format:2$": 0.0}
+    )
+    assert made.score(a_problem(), "42").reward == -0.5
+    assert judge(tmp_path).score(a_problem(), "42") == Verdict(reward=0.0)
+
+
+def test_a_trl_function_may_pass_on_rows_that_others_judge(tmp_path: Path) -> None:
+    write_code(tmp_path, "def f(completions, **kwargs):\n    return [None for _ in completions]\n")
+    both = judge(tmp_path, "task.py:f", "exact")
+    assert both.score(a_problem(), "42") == Verdict(reward=1.0, parts={"exact": 1.0})
+    assert judge(tmp_path, "task.py:f").score(a_problem(), "42").failed == "f returned None"
+
+
+def test_what_one_function_does_to_its_row_no_other_sees(tmp_path: Path) -> None:
+    write_code(
+        tmp_path,
+        """
+def spoil(completions, info, **kwargs):
+    for each in info:
+        each.clear()
+    return [0.0] * len(completions)
+def spoil_problem(problem, completion, answer):
+    problem.columns.clear()
+    return 0.0
+def count(completion, info):
+    return len(info)
+""",
+    )
+    made = judge(tmp_path, "task.py:spoil", "task.py:spoil_problem", "task.py:count")
+    mine = a_problem(info={"a": 1})
+    assert [verdict.reward for verdict in made.score_many([Answer(mine, "")] * 2)] == [1.0, 1.0]
+
+
+HOSTILE = {
+    "raise ValueError('bad\\nnews')": "f: ValueError: bad news",
+    "raise SystemExit(3)": "f: SystemExit: 3",
+    "raise GeneratorExit": "f: GeneratorExit",
+    "import asyncio; raise asyncio.CancelledError": "f: CancelledError",
+    "return f(**{name: value for name, value in locals().items() if name != 'f'})": "f: RecursionError",
+    "raise Awful": "f: Awful",
+    "return float('nan')": "f returned nan",
+    "return float('inf')": "f returned inf",
+    "return 10 ** 400": "f: OverflowError",
+    "return 'one'": "f returned str, not a number",
+    "return None": "f returned None",
+    "return {}": "f returned a dict without 'score'",
+    "return {'score': 'x'}": "f returned str, not a number",
+    "return Liar()": "f: RuntimeError: no",
+    "return object()": "f returned object, not a number",
+    "return [1.0]": "f returned list, not a number",
+}
+CLASSES = """
+class Awful(BaseException):
+    def __str__(self): raise SystemError('no text')
+class Liar:
+    def __float__(self): raise RuntimeError('no')
+"""
+
+
+@pytest.mark.parametrize("line", HOSTILE)
+@pytest.mark.parametrize("shape", ["completion, answer", "data_source, solution_str, ground_truth"])
+def test_whatever_a_function_does_is_a_verdict(line: str, shape: str, tmp_path: Path) -> None:
+    write_code(tmp_path, f"{CLASSES}\ndef f({shape}):\n    {line}\n")
+    verdict = judge(tmp_path, "task.py:f").score(a_problem(), "x")
+    said = HOSTILE[line].replace("f returned None", "f returned NoneType, not a number")
+    assert verdict.reward is None
+    assert verdict.failed is not None
+    assert verdict.failed.startswith(said)
+    assert "\n" not in verdict.failed
+    assert len(verdict.failed) < 250
+
+
+@pytest.mark.parametrize("line", HOSTILE)
+def test_one_bad_answer_does_not_fail_its_neighbours(line: str, tmp_path: Path) -> None:
+    code = f"{CLASSES}\ndef g(f):\n    {line}\ndef f(completions, **kwargs):\n"
+    write_code(tmp_path, code + "    return [g(g) if text == 'bad' else 1.0 for text in completions]\n")
+    verdicts = judge(tmp_path, "task.py:f").score_many([Answer(a_problem(), text) for text in ("a", "bad", "c")])
+    assert [verdict.reward for verdict in verdicts] == [1.0, None, 1.0]
+
+
+@pytest.mark.parametrize("returned", ["[]", "[1.0, 1.0]", "1.0", "None", "iter([])", "{}"])
+def test_a_wrong_count_is_a_verdict(returned: str, tmp_path: Path) -> None:
+    write_code(tmp_path, f"def f(completions, **kwargs):\n    return {returned}\n")
+    for count in (1, 3):
+        verdicts = judge(tmp_path, "task.py:f").score_many([Answer(a_problem(), "x")] * count)
+        assert all(verdict.failed is not None and "f" in verdict.failed for verdict in verdicts)
+
+
+def test_a_column_that_is_not_there_is_a_verdict_that_names_it(tmp_path: Path) -> None:
+    write_code(tmp_path, "def f(completion, levle):\n    return 1.0\n")
+    failed = judge(tmp_path, "task.py:f").score(a_problem(level=1), "x").failed
+    assert failed is not None
+    assert "'levle'" in failed
+
+
+def test_an_interrupt_is_the_users_and_passes(tmp_path: Path) -> None:
+    write_code(tmp_path, "def f(completion):\n    raise KeyboardInterrupt\n")
+    with pytest.raises(KeyboardInterrupt):
+        judge(tmp_path, "task.py:f").score(a_problem(), "x")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("exakt", "reward 'exakt' is unknown: take .*contains, exact"),
+        ("format:(", "is not a regular expression"),
+        ("task.py:absent", "has no 'absent'"),
+        ("task.py:constant", "is not a function"),
+        ("task.py:Class", "is a class"),
+        ("task.py:strange", r"takes \(a, b\): write it as"),
+    ],
+)
+def test_a_function_that_cannot_be_used_is_refused_at_once(name: str, said: str, tmp_path: Path) -> None:
+    write_code(tmp_path, "constant = 3\nclass Class: pass\ndef strange(a, b): return 1.0\n")
+    with pytest.raises(ConfigError, match=said):
+        judge(tmp_path, name)
+
+
+def test_weights_must_be_as_many_as_functions() -> None:
+    with pytest.raises(ConfigError, match="weights has 1 entries for 2 functions"):
+        build(RewardConfig, {"functions": ["exact", "number"], "weights": [1.0]})
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "text", "reward"),
+    [
+        ("exact", "42", " 42\n", 1.0),
+        ("exact", "42", "It is 42", 0.0),
+        ("contains", " 42 ", "It is 42.", 1.0),
+        ("contains", "42", "It is 41.", 0.0),
+        ("number", "42", "6 x 7 = 42.", 1.0),
+        ("number", "42", "42 or 43", 0.0),
+        ("number", "#### 1,234", "so $1234.00", 1.0),
+        ("number", "-3", "the sum is -3", 1.0),
+        ("number", "3", "6-3", 1.0),
+        ("number", "-3", "= \u22123", 1.0),
+        ("number", "0.5", "about .5", 1.0),
+        ("number", "42", "no digits", 0.0),
+        ("number", "7", "1,2,7", 1.0),
+        ("math", "1/2", r"The answer is \boxed{\frac{1}{2}}", 1.0),
+        ("math", r"\frac{1}{2}", "The answer is $0.5$", 1.0),
+        ("math", "1/2", "The answer is $0.25$", 0.0),
+        ("math", "1/2", "", 0.0),
+        ("format:^<think>.*</think>", None, "<think>\nhm\n</think> 42", 1.0),
+        ("format:^<think>.*</think>", None, "42", 0.0),
+    ],
+)
+def test_builtins(name: str, answer: str | None, text: str, reward: float, tmp_path: Path) -> None:
+    assert judge(tmp_path, name).score(a_problem(answer), text) == Verdict(reward=reward, parts={name: reward})
+
+
+@pytest.mark.parametrize("name", ["exact", "contains", "number", "math"])
+def test_a_row_without_answer_is_a_verdict(name: str, tmp_path: Path) -> None:
+    assert judge(tmp_path, name).score(a_problem(None), "42").failed == f"{name}: ValueError: the row has no answer"
+
+
+def test_mathematics_can_be_judged_off_the_main_thread(tmp_path: Path) -> None:
+    verdicts: list[Verdict] = []
+    made = judge(tmp_path, "math")
+    thread = threading.Thread(target=lambda: verdicts.append(made.score(a_problem("2"), "$1+1$")))
+    thread.start()
+    thread.join()
+    assert verdicts == [Verdict(reward=1.0, parts={"math": 1.0})]
+
+
+@pytest.mark.parametrize("name", ["chain_sum", "rearc", "knights_knaves", "countdown"])
+def test_reasoning_gym_scores_its_own_rows(name: str, tmp_path: Path) -> None:
+    dataset = loaded(tmp_path, f"reasoning_gym:{name}", size=3, seed=5)
+    made = judge(tmp_path, "reasoning_gym")
+    for row in dataset.train:
+        crossed = msgspec.json.decode(msgspec.json.encode(row), type=Problem)
+        assert crossed.answer is not None
+        assert made.score(crossed, f"Thus <answer>{crossed.answer}</answer>").reward == 1.0
+        assert made.score(crossed, crossed.answer).reward == 1.0
+        wrong = made.score(crossed, "<answer>nothing of the kind</answer>")
+        assert wrong.reward is not None
+        assert wrong.reward < 0.5
+
+
+def test_rows_exported_from_reasoning_gym_are_scored_too(tmp_path: Path) -> None:
+    row = a_problem("3", question="1 + 2?", metadata={"source_dataset": "chain_sum"})
+    made = judge(tmp_path, "reasoning_gym")
+    assert made.score(row, "3").reward == 1.0
+    failed = made.score(a_problem("3"), "3").failed
+    assert failed == "reasoning_gym: ValueError: the row does not come from reasoning-gym"
+
+
+def test_a_missing_extra_names_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(UserError, match=r"pip install 'dora-rl\[tasks\]'"):
+        judge(tmp_path, "math")
+
+
+@given(text=st.text() | st.from_regex(r"[-\u2212]?[\d,.]*[eE.]?\d*", fullmatch=True))
+def test_whatever_the_policy_says_has_a_reward(text: str) -> None:
+    for name in ("exact", "contains", "number"):
+        verdict = judge(Path(), name).score(a_problem(), text)
+        assert verdict.failed is None, verdict
+        assert verdict.reward in (0.0, 1.0)
+
+
+returned = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.complex_numbers() | st.binary(),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3) | st.just("score"), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@given(values=st.lists(returned, max_size=4), listed=returned, count=st.integers(1, 3))
+def test_whatever_is_returned_is_one_verdict_an_answer(values: list[Any], listed: Any, count: int) -> None:
+    made = Judge(RewardConfig(), Path())
+    for value in (values, listed):
+        made._functions, made._weights = [shaped("f", lambda completions, it=value: it)], [1.0]
+        verdicts = made.score_many([Answer(a_problem(), "x")] * count)
+        assert len(verdicts) == count
+        for verdict in verdicts:
+            assert (verdict.reward is None) != (verdict.failed is None)
+            assert verdict.reward is None or math.isfinite(verdict.reward)
+            assert msgspec.msgpack.decode(msgspec.msgpack.encode(verdict), type=Verdict) == verdict
