@@ -14,7 +14,7 @@ import dora_rl
 PACKAGE = Path(dora_rl.__file__).parent
 
 # What each layer may import besides itself, as in docs/architecture.md.
-PARTS = {"engine", "trainer", "weights", "envs"}
+PARTS = {"engine", "trainer", "weights", "envs", "ledger"}
 ALLOWED: dict[str, set[str]] = {
     "core": set(),
     "control": {"core"},

@@ -10,7 +10,8 @@ from rich.console import Console
 from dora_rl.apps.generate import generate
 from dora_rl.apps.sft import sft
 from dora_rl.apps.simulate import plan_command, sim
-from dora_rl.core.errors import UserError
+from dora_rl.apps.train import train
+from dora_rl.core.errors import DoraError, IntegrityError, RunError, UserError
 
 app = typer.Typer(
     name="dora-rl",
@@ -36,6 +37,7 @@ def version() -> None:
 
 app.command("sim")(sim)
 app.command("plan")(plan_command)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(train)
 app.command()(sft)
 app.command()(generate)
 
@@ -45,8 +47,15 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        Console(stderr=True, soft_wrap=True).print(f"dora-rl: {error}", highlight=False, markup=False)
+        _say(error)
         sys.exit(2)
+    except (RunError, IntegrityError) as error:
+        _say(error)
+        sys.exit(1)
+
+
+def _say(error: DoraError) -> None:
+    Console(stderr=True, soft_wrap=True).print(f"dora-rl: {error}", highlight=False, markup=False)
 
 
 if __name__ == "__main__":

@@ -54,6 +54,10 @@ class BundleError(RequestError):
     """A request's bundle is damaged or does not fit this engine; the request goes on from its tokens."""
 
 
+class RunError(DoraError):
+    """A run can't go on; what is finished is kept, and the message says what to mend before resuming it."""
+
+
 class IntegrityError(DoraError):
     """What was reported contradicts a promise: wrong version, wrong fingerprint, a batch trained out of order."""
 

@@ -144,6 +144,11 @@ class Engine:
         del self._sequences[trajectory]
         return True
 
+    def has(self, trajectory: TrajectoryId, attempt: Attempt) -> bool:
+        """This attempt is here, running or waiting."""
+        sequence = self._sequences.get(trajectory)
+        return sequence is not None and sequence.request.attempt == attempt
+
     def export(self, trajectories: Iterable[TrajectoryId], *, shared: bool = True) -> Bundle:
         """Requests leave with their KV, sampler state and tokens. What they sampled so far is reported here first."""
         start = self._clock()

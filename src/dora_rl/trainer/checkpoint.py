@@ -12,11 +12,13 @@ Invariants:
   next save sweeps up;
 - a version saved again (after going back to an earlier one) gets the next number behind the dot; nothing is
   overwritten. The checkpoint to go on from is the last by (version, number);
+- a state whose files are not byte for byte those that were written is refused before it is parsed;
 - the state does not depend on the number of processes.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
@@ -71,7 +73,12 @@ def save(
     with _quiet():
         save_shards(_state(trainer), checkpoint_id=staged / "state", no_dist=alone)
     if writes:
-        record = {"version": trainer.version, "updates": trainer.optimiser.updates, "position": dict(position or {})}
+        record = {
+            "version": trainer.version,
+            "updates": trainer.optimiser.updates,
+            "position": dict(position or {}),
+            "digests": _digests(staged / "state"),
+        }
         (staged / "state.json").write_text(json.dumps(record, indent=1))
         sync_tree(staged)
         staged.rename(final)
@@ -88,12 +95,19 @@ def latest(folder: Path) -> Path | None:
     return found[-1][2] if found else None
 
 
+def versions(folder: Path) -> list[Version]:
+    """The versions that can be gone back to, oldest first."""
+    return [version for version, _, _ in _all(folder)]
+
+
 def restore(path: Path, trainer: Trainer) -> Restored:
     """Put a checkpoint's state into a trainer with the same model and settings, on any number of processes."""
     try:
         record = json.loads((path / "state.json").read_text())
+        if record["digests"] != _digests(path / "state"):
+            raise CheckpointError(f"'{path}' is damaged: its files are not those that were written")
         stored = FileSystemReader(path / "state").read_metadata().state_dict_metadata
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"'{path}' is not a checkpoint: {error}") from error
     theirs = {name: tuple(getattr(kind, "size", ())) for name, kind in stored.items() if name.startswith("weights.")}
     ours = {name: tuple(tensor.shape) for name, tensor in _state(trainer).items() if name.startswith("weights.")}
@@ -146,6 +160,15 @@ def _all(folder: Path) -> list[tuple[Version, int, Path]]:
         if name:
             found.append((int(name[1]), int(name[2]), entry))
     return sorted(found)
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """Of the files of a state, checked before any of them is parsed."""
+    found = {}
+    for path in sorted(folder.iterdir()):
+        with path.open("rb") as file:
+            found[path.name] = hashlib.file_digest(file, "blake2b").hexdigest()
+    return found
 
 
 def _sweep(folder: Path) -> None:

@@ -1,0 +1,1 @@
+"""The durable record of what became of every prompt."""

@@ -1,0 +1,242 @@
+"""The ledger on SQLite, written in batches by a thread of its own.
+
+Invariants:
+- what belongs together is written in one transaction: an event, the commands that answered it, what was said before;
+- a batch counts as durable when SQLite has forced it to disk; `durable` is the last event of which that is true;
+- nothing that can't be undone (an optimiser step, a version freed) is begun before the event that asked for it is
+  durable; the runtime waits for that with `sync`;
+- a write that fails (disk full) is kept and tried again; the run waits and says so. Nothing is skipped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from dora_rl.core.commands import AnyCommand, Command
+from dora_rl.core.errors import IntegrityError, UserError
+from dora_rl.core.events import AnyEvent, Event
+from dora_rl.core.nouns import Nanoseconds, TrajectoryId
+from dora_rl.ledger.derive import Statement, derive
+from dora_rl.ledger.schema import SCHEMA_VERSION, TABLES
+
+_EVENT = msgspec.json.Decoder(AnyEvent)
+_COMMANDS = msgspec.json.Decoder(list[AnyCommand])
+_JSON = msgspec.json.Encoder()
+_GATHER = 0.1
+"""Seconds for which writes are gathered: the most that a power loss can cost of what was said."""
+_RETRY = 1.0
+
+
+class LedgerError(UserError):
+    """A ledger can't be read or written; the message says which and why."""
+
+
+class Logged(NamedTuple):
+    """One line of the event log."""
+
+    seq: int
+    at: Nanoseconds
+    event: AnyEvent
+    commands: list[AnyCommand]
+
+
+class SaidRow(NamedTuple):
+    """Some tokens of a trajectory."""
+
+    trajectory: TrajectoryId
+    start: int
+    version: int
+    tokens: bytes
+    logprobs: bytes
+    observed: int = 0
+    experts: bytes = b""
+    experts_layers: int = 0
+    experts_used: int = 0
+
+
+class Ledger:
+    """The ledger of one run, open for writing."""
+
+    def __init__(
+        self, path: Path, group_size: int, *, mirror: Path | None = None, woken: Callable[[], None] = lambda: None
+    ) -> None:
+        self._path = path
+        self._mirror = mirror
+        """The event log for people, written after it is durable."""
+        self._group_size = group_size
+        self._woken = woken
+        """Called from the writer's thread whenever `durable` has grown."""
+        self._reader = connect(path, create=True)
+        self.seq, self._chain = _tail(self._reader)
+        self.durable = self.seq
+        if mirror is not None:
+            self._copy(mirror)
+        self.seconds = 0.0
+        """Spent on writing, by the writer's thread."""
+        self.trouble = ""
+        """Why nothing can be written just now."""
+        self._statements: list[Statement] = []
+        self._lines: list[bytes] = []
+        self._lock = threading.Lock()
+        self._work = threading.Event()
+        self._urgent = threading.Event()
+        self._closing = False
+        self._thread = threading.Thread(target=self._write, name="ledger", daemon=True)
+        self._thread.start()
+
+    def log(self, event: Event, commands: list[Command], at: Nanoseconds) -> int:
+        """Write down an event and what it was answered with; its number."""
+        number = self.seq + 1
+        event_json, commands_json = _JSON.encode(event), _JSON.encode(commands)
+        self._chain = chain(self._chain, number, at, event_json, commands_json)
+        row = (number, at, event_json, commands_json, self._chain)
+        statements = [("INSERT INTO events VALUES (?, ?, ?, ?, ?)", row)]
+        statements += derive(event, commands, at, self._group_size)
+        line = b'{"seq":%d,"at":%d,"event":%s,"commands":%s}\n' % (number, at, event_json, commands_json)
+        self._put(statements, line, number)
+        return number
+
+    def said(self, rows: Sequence[SaidRow], ended: Sequence[tuple[TrajectoryId, str]]) -> None:
+        """Write down what was said, never later than the events that follow from it."""
+        statements: list[Statement] = [
+            ("INSERT OR IGNORE INTO said VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row) for row in rows
+        ]
+        statements += [("INSERT OR IGNORE INTO ended VALUES (?, ?)", row) for row in ended]
+        with self._lock:
+            self._statements += statements
+
+    def sync(self) -> None:
+        """Write at once, rather than when a batch has gathered; `durable` says when it is done."""
+        self._urgent.set()
+        self._work.set()
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._closing = True
+        self.sync()
+        self._thread.join(timeout=30)
+        self._reader.close()
+
+    def events(self) -> Iterator[Logged]:
+        """The event log from its beginning, each line checked against the chain."""
+        yield from read_events(self._reader)
+
+    def trajectory(self, trajectory: TrajectoryId) -> tuple[list[SaidRow], str | None, float | None]:
+        """What a trajectory said, why it ended and its reward, as far as written."""
+        query = "SELECT * FROM said WHERE trajectory = ? ORDER BY start"
+        rows = [SaidRow(*row) for row in self._reader.execute(query, (trajectory,))]
+        ended = self._reader.execute("SELECT reason FROM ended WHERE trajectory = ?", (trajectory,)).fetchone()
+        known = self._reader.execute("SELECT reward FROM trajectories WHERE id = ?", (trajectory,)).fetchone()
+        return rows, ended[0] if ended else None, known[0] if known else None
+
+    def _put(self, statements: list[Statement], line: bytes, number: int) -> None:
+        with self._lock:
+            self.seq = number
+            self._statements += statements
+            self._lines.append(line)
+        self._work.set()
+
+    def _copy(self, mirror: Path) -> None:
+        """Make the event log for people what the ledger says: a crash may have left it behind, or ahead."""
+        with mirror.open("wb") as file:
+            for row in self._reader.execute("SELECT seq, at, event, commands FROM events ORDER BY seq"):
+                file.write(b'{"seq":%d,"at":%d,"event":%s,"commands":%s}\n' % row)
+
+    # -- the writer's thread ----------------------------------------------------------------------------------
+
+    def _write(self) -> None:
+        connection = connect(self._path)
+        while True:
+            self._work.wait()
+            if not self._closing:
+                self._urgent.wait(_GATHER)
+            self._work.clear()
+            self._urgent.clear()
+            with self._lock:
+                batch, self._statements = self._statements, []
+                lines, self._lines = self._lines, []
+                upto = self.seq
+            self._commit(connection, batch)
+            self.durable = upto
+            self._woken()
+            if self._mirror is not None:
+                with self._mirror.open("ab") as file:
+                    file.writelines(lines)
+            if self._closing and not self._statements:
+                connection.close()
+                return
+
+    def _commit(self, connection: sqlite3.Connection, batch: list[Statement]) -> None:
+        while True:
+            begin = time.thread_time()
+            try:
+                with connection:
+                    for statement, values in batch:
+                        connection.execute(statement, values)
+                self.trouble = ""
+                return
+            except sqlite3.OperationalError as error:
+                self.trouble = f"the ledger {self._path} can't be written ({error}); free some space, the run waits"
+                self._woken()
+                if self._closing:
+                    return
+                time.sleep(_RETRY)
+            finally:
+                self.seconds += time.thread_time() - begin
+
+
+def connect(path: Path, *, create: bool = False) -> sqlite3.Connection:
+    """A connection with the ledger's settings, to a ledger of this schema."""
+    if not create and not path.exists():
+        raise LedgerError(f"there is no ledger {path}")
+    try:
+        connection = sqlite3.connect(path, check_same_thread=False, timeout=30)
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("PRAGMA foreign_keys = ON")
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        if version == 0 and create:
+            connection.executescript(f"BEGIN; {TABLES} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
+        elif version != SCHEMA_VERSION:
+            raise LedgerError(f"{path} has schema {version}, and this dora-rl reads {SCHEMA_VERSION}")
+    except sqlite3.DatabaseError as error:
+        raise LedgerError(f"{path} is damaged or not a ledger: {error}") from error
+    return connection
+
+
+def read_events(connection: sqlite3.Connection) -> Iterator[Logged]:
+    """The event log, each line checked against the chain; raises `IntegrityError` where it was tampered with."""
+    last, link = 0, b""
+    try:
+        for seq, at, event, commands, claimed in connection.execute("SELECT * FROM events ORDER BY seq"):
+            link = chain(link, seq, at, event, commands)
+            if seq != last + 1 or link != claimed:
+                raise IntegrityError(f"the event log is not what was written: event {last + 1} was changed or removed")
+            last = seq
+            yield Logged(seq, at, _EVENT.decode(event), _COMMANDS.decode(commands))
+    except (sqlite3.DatabaseError, msgspec.DecodeError) as error:
+        raise IntegrityError(f"the event log is damaged after event {last}: {error}") from error
+
+
+def chain(before: bytes, seq: int, at: int, event: bytes, commands: bytes) -> bytes:
+    """The digest of a line and all before it."""
+    digest = hashlib.blake2b(before, digest_size=16)
+    digest.update(f"{seq} {at} {len(event)} ".encode())
+    digest.update(event)
+    digest.update(commands)
+    return digest.digest()
+
+
+def _tail(connection: sqlite3.Connection) -> tuple[int, bytes]:
+    found: tuple[Any, ...] | None = connection.execute(
+        "SELECT seq, chain FROM events ORDER BY seq DESC LIMIT 1"
+    ).fetchone()
+    return (int(found[0]), bytes(found[1])) if found else (0, b"")

@@ -1,0 +1,1 @@
+"""The local runtime: processes on one machine behind the orchestrator's commands."""

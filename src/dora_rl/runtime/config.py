@@ -1,0 +1,143 @@
+"""The configuration of a run: one tree, each part's own config as a section."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from dora_rl.control.config import ControlConfig
+from dora_rl.core.config import Config
+from dora_rl.engine.config import EngineConfig
+from dora_rl.engine.requests import Sampling
+from dora_rl.envs.config import DataConfig, EnvironmentConfig, RewardConfig
+from dora_rl.models.loading import ModelConfig
+from dora_rl.trainer.config import TrainerConfig
+
+
+class SamplingConfig(Config):
+    """How rollout samples."""
+
+    temperature: float = Field(1.0, ge=0)
+    """The trainer uses the same."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Keep the likeliest tokens that together have this probability."""
+    top_k: int = Field(0, ge=0)
+    """Keep so many of the likeliest tokens; 0 keeps all."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Keep tokens at least this fraction as likely as the likeliest."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response, besides the model's own end of text."""
+
+
+class RolloutConfig(Config):
+    """The rollout instances."""
+
+    instances: int = Field(2, ge=1)
+    """Processes with an engine each."""
+    engine: EngineConfig = EngineConfig(max_requests=64, kv_bytes=256 << 20, host_bytes=256 << 20, slots=1)
+    """Each of them."""
+    heartbeat_seconds: float = Field(0.5, gt=0)
+    """How often an instance says how far it is."""
+
+
+class EvaluationConfig(Config):
+    """Evaluation on held-out prompts, beside training."""
+
+    every: int = Field(0, ge=0)
+    """Steps between evaluations; 0 evaluates only when asked for by `dora-rl eval`."""
+    samples: int = Field(1, ge=1)
+    """Responses to each prompt."""
+    temperature: float = Field(1.0, ge=0)
+    """0 takes the likeliest token."""
+    right: float = 1.0
+    """A response with at least this reward counts as right."""
+
+
+class CheckpointConfig(Config):
+    """What a run can go on from."""
+
+    every: int = Field(1, ge=1)
+    """Steps between checkpoints. Groups of the steps in between are kept, and trained again after a crash."""
+    keep: int = Field(2, ge=1)
+    """Checkpoints kept; more than one, so that a damaged one costs steps and not the run."""
+
+
+class LoggingConfig(Config):
+    """Where figures go besides `metrics.jsonl`."""
+
+    tensorboard: bool = True
+    """Write event files for TensorBoard."""
+    wandb: str | None = None
+    """Project on Weights & Biases; needs the package `wandb`."""
+    trackio: str | None = None
+    """Project of trackio; needs the package `trackio`."""
+    samples: int = Field(2, ge=0)
+    """Groups of each step whose texts go to `samples.jsonl`."""
+
+
+class SupervisionConfig(Config):
+    """What is done about processes that fail."""
+
+    restarts: int = Field(5, ge=0)
+    """A process that failed so often in a row is given up: the run goes on with fewer instances, or ends."""
+    backoff_seconds: float = Field(0.5, ge=0)
+    """Before the first restart; doubles with each failure in a row."""
+
+
+class RunConfig(Config):
+    """Everything about a run."""
+
+    model: ModelConfig
+    """Which model is trained."""
+    data: DataConfig
+    """Prompts."""
+    reward: RewardConfig = RewardConfig()
+    """What a response is worth."""
+    environment: EnvironmentConfig = EnvironmentConfig()
+    """Who answers the policy, where it takes several turns."""
+    control: ControlConfig
+    """How rollout and training interleave."""
+    sampling: SamplingConfig = SamplingConfig()
+    """How rollout samples."""
+    rollout: RolloutConfig = RolloutConfig()
+    """The instances."""
+    trainer: TrainerConfig = TrainerConfig()
+    """How groups become the next version."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """On held-out prompts."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """What a run can go on from."""
+    logging: LoggingConfig = LoggingConfig()
+    """Where figures go."""
+    supervision: SupervisionConfig = SupervisionConfig()
+    """What is done about processes that fail."""
+    seed: int = Field(0, ge=0)
+    """Same seed and prompts, same trajectories, on any number of instances."""
+    threads: int = Field(0, ge=0)
+    """Cores that rollout and training share; 0 takes all."""
+    weights: Literal["disk", "memory"] = "disk"
+    """Where published versions live: on disk they survive a power loss, in shared memory publishing is quicker."""
+    out: str = "runs"
+    """Folder for runs."""
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.sampling.temperature == 0:
+            raise ValueError("'sampling.temperature' must be above 0: a policy that never varies learns nothing")
+        if self.trainer.temperature != 1.0 and self.trainer.temperature != self.sampling.temperature:
+            raise ValueError("'trainer.temperature' follows 'sampling.temperature'; leave it out")
+        return self
+
+    def request_sampling(self, stop_ids: tuple[int, ...], *, temperature: float | None = None) -> Sampling:
+        """The engine's view of it."""
+        return Sampling(
+            max_tokens=self.control.max_response_tokens,
+            temperature=self.sampling.temperature if temperature is None else temperature,
+            top_p=self.sampling.top_p,
+            top_k=self.sampling.top_k,
+            min_p=self.sampling.min_p,
+            stop=self.sampling.stop,
+            stop_ids=stop_ids,
+            seed=self.seed,
+        )

@@ -1,0 +1,176 @@
+"""Evaluation on held-out prompts, beside training: an engine of its own that no decision of the orchestrator sees.
+
+Invariants:
+- an evaluation is of one version, whose weights are held until it is over;
+- it takes no request off rollout and no weights from it; what it costs is the time of the cores it shares.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from dora_rl.core import commands as c
+from dora_rl.core import events as e
+from dora_rl.core.nouns import SlotId, TrajectoryId, Version
+from dora_rl.engine.requests import Request, Sampling
+from dora_rl.envs.data import Problem
+from dora_rl.runtime import messages as m
+from dora_rl.runtime.judges import Judges
+from dora_rl.runtime.processes import Process, Processes
+
+if TYPE_CHECKING:
+    from dora_rl.weights.store import Lease, WeightStore
+
+_FIRST = 1 << 48
+"""Trajectories of evaluations are numbered from here: no run reaches it, so they draw other random numbers."""
+
+
+class Evaluated:
+    """The result of one evaluation."""
+
+    def __init__(self, version: Version, rewards: list[float], right: float, failed: int, tokens: int) -> None:
+        self.version = version
+        self.count = len(rewards)
+        self.failed = failed
+        self.accuracy = sum(reward >= right for reward in rewards) / max(1, self.count)
+        self.reward = sum(rewards) / max(1, self.count)
+        self.mean_tokens = tokens / max(1, self.count)
+
+
+@dataclass(slots=True)
+class _Running:
+    version: Version
+    lease: Lease
+    responses: dict[TrajectoryId, array[int]]
+    begun: bool = False
+    rewards: list[float] = field(default_factory=list)
+    failed: int = 0
+    tokens: int = 0
+
+
+class Evaluation:
+    """Evaluations of one run, one at a time."""
+
+    def __init__(
+        self,
+        problems: Sequence[tuple[Problem, tuple[int, ...]]],
+        sampling: Sampling,
+        samples: int,
+        right: float,
+        store: WeightStore,
+        decode: Callable[[Sequence[int]], str],
+        done: Callable[[Evaluated], None],
+    ) -> None:
+        self._problems = problems
+        self._sampling = sampling
+        self._samples = samples
+        self._right = right
+        self._store = store
+        self._decode = decode
+        self._done = done
+        self._waiting: deque[tuple[Version, Lease]] = deque()
+        self._now: _Running | None = None
+        self._process: Process | None = None
+        self._joined = False
+
+    @property
+    def pending(self) -> int:
+        return len(self._waiting) + (self._now is not None)
+
+    def ask(self, version: Version, processes: Processes) -> None:
+        """Evaluate a version as soon as those before it are done."""
+        self._waiting.append((version, self._store.lease(version)))
+        if self._process is None:
+            self._process = processes.start("instance", "evaluator", 1)
+        self._next()
+
+    def owns(self, process: Process) -> bool:
+        return process is self._process
+
+    def lost(self) -> None:
+        """The engine died; the evaluation begins anew with the next one."""
+        self._joined = False
+        if self._now is not None:
+            self._waiting.appendleft((self._now.version, self._now.lease))
+            self._now = None
+
+    def give_up(self) -> None:
+        """There will be no engine: let go of all."""
+        self.lost()
+        for _, lease in self._waiting:
+            lease.close()
+        self._waiting.clear()
+
+    def hear(self, message: m.FromProcess, judges: Judges) -> None:
+        """What the engine says."""
+        if isinstance(message, m.Joined):
+            self._joined = True
+            self._next()
+        running = self._now
+        if not isinstance(message, m.Report) or running is None:
+            return
+        for said in message.said:
+            running.responses[said.trajectory].frombytes(said.tokens)
+        for event in message.events:
+            match event:
+                case e.SlotLoaded() if not running.begun:
+                    self._submit(running)
+                case e.SlotLoadFailed():
+                    running.failed = len(running.responses)
+                    self._end(running)
+                case e.Generated(trajectory=trajectory):
+                    self._judge(running, trajectory, judges)
+                case e.TrajectoryFailed():
+                    self._score(running, None)
+                case _:
+                    pass
+
+    def _next(self) -> None:
+        if self._now is not None or not self._waiting or not self._joined:
+            return
+        assert self._process is not None
+        version, lease = self._waiting.popleft()
+        first = _FIRST + version * len(self._problems) * self._samples
+        trajectories = range(first, first + len(self._problems) * self._samples)
+        self._now = _Running(version, lease, {trajectory: array("i") for trajectory in trajectories})
+        self._process.send(m.Do(command=c.LoadVersion(slot=SlotId(self._process.name, 0), version=version)))
+
+    def _submit(self, running: _Running) -> None:
+        assert self._process is not None
+        running.begun = True
+        requests = tuple(
+            Request(
+                trajectory=trajectory,
+                version=running.version,
+                prompt=self._problems[number // self._samples][1],
+                sampling=self._sampling,
+            )
+            for number, trajectory in enumerate(running.responses)
+        )
+        self._process.send(m.Submit(slot=0, requests=requests))
+
+    def _judge(self, running: _Running, trajectory: TrajectoryId, judges: Judges) -> None:
+        number = trajectory - next(iter(running.responses))
+        response = running.responses[trajectory]
+        running.tokens += len(response)
+        problem = self._problems[number // self._samples][0]
+        tokens = tuple(response)
+        judges.ask(problem, self._decode(tokens), tokens, lambda verdict: self._score(running, verdict.reward))
+
+    def _score(self, running: _Running, reward: float | None) -> None:
+        if running is not self._now:
+            return
+        running.rewards.append(0.0 if reward is None else reward)
+        running.failed += reward is None
+        if len(running.rewards) == len(running.responses):
+            self._end(running)
+
+    def _end(self, running: _Running) -> None:
+        running.lease.close()
+        self._now = None
+        self._done(Evaluated(running.version, running.rewards, self._right, running.failed, running.tokens))
+        self._next()

@@ -1,0 +1,102 @@
+"""The folder of a run: the one place that knows what lies where.
+
+config.json     the resolved configuration
+ledger.db       what became of every prompt, and the event log that the run is resumed from
+events.jsonl    the event log for people, one event with its commands a line
+metrics.jsonl   figures of each step
+samples.jsonl   some responses as text
+activity.jsonl  where the time of slots and trainer went, in windows
+weights/        published versions that are still held
+checkpoints/    what training goes on from; `policy/` in each is for users
+logs/           what the processes printed
+tensorboard/    the figures for TensorBoard
+report.html     the page about the run
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dora_rl.core.config import build
+from dora_rl.core.errors import UserError
+from dora_rl.runtime.config import RunConfig
+
+if TYPE_CHECKING:
+    from dora_rl.weights.store import WeightStore
+
+_ALL_VERSIONS = 1 << 30
+"""The orchestrator says which versions are retired; the store frees none by itself."""
+
+
+class RunFolder:
+    """Paths of a run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.json"
+        self.ledger = path / "ledger.db"
+        self.events = path / "events.jsonl"
+        self.metrics = path / "metrics.jsonl"
+        self.samples = path / "samples.jsonl"
+        self.activity = path / "activity.jsonl"
+        self.weights = path / "weights"
+        self.checkpoints = path / "checkpoints"
+        self.logs = path / "logs"
+        self.tensorboard = path / "tensorboard"
+        self.report = path / "report.html"
+
+    @classmethod
+    def create(cls, config: RunConfig, base: Path, name: str | None = None) -> RunFolder:
+        """A fresh folder under the config's `out`, with the config in it."""
+        stem = name or time.strftime("%Y%m%d-%H%M%S")
+        parent = base / config.out
+        path = parent / stem
+        for number in range(2, 1000):
+            if not path.exists():
+                break
+            path = parent / f"{stem}-{number}"
+        folder = cls(path)
+        folder.logs.mkdir(parents=True)
+        document = {"base": str(base.resolve()), "config": json.loads(config.model_dump_json())}
+        folder.config.write_text(json.dumps(document, indent=1))
+        return folder
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunFolder:
+        """The folder of a run that exists."""
+        folder = cls(Path(path))
+        if not folder.config.is_file():
+            raise UserError(f"'{path}' is not the folder of a run: there is no config.json in it")
+        return folder
+
+    def read(self) -> RunConfig:
+        """The run's configuration."""
+        return build(RunConfig, self._document()["config"], str(self.config))
+
+    def base(self) -> Path:
+        """Where relative paths of the configuration start."""
+        return Path(self._document()["base"])
+
+    def parse(self, data: bytes) -> RunConfig:
+        """The configuration as a process was told it."""
+        return build(RunConfig, json.loads(data), str(self.config))
+
+    def store(self, config: RunConfig) -> WeightStore:
+        """The published versions."""
+        from dora_rl.weights.store import WeightStore
+
+        if config.weights == "memory":
+            return WeightStore.in_shared_memory(self.path.resolve().name, keep=_ALL_VERSIONS)
+        return WeightStore(self.weights, keep=_ALL_VERSIONS, durable=True)
+
+    def _document(self) -> Any:
+        try:
+            document = json.loads(self.config.read_text())
+            assert isinstance(document["base"], str)
+            assert isinstance(document["config"], dict)
+        except (OSError, ValueError, KeyError, AssertionError) as error:
+            raise UserError(f"{self.config} can't be read: {error}") from error
+        return document

@@ -1,0 +1,227 @@
+"""A rollout instance: an engine in a process of its own, driven by messages.
+
+    messages -> engine between steps -> engine.step() -> reports
+
+Invariants:
+- what was sampled is reported before what follows from it: tokens before `Generated`, tokens before a bundle;
+- a request that can't be served is a `failed` verdict for that trajectory, and the others go on;
+- every moment of each slot is reported once, in windows whose shares add up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from dora_rl.core import commands as c
+from dora_rl.core.errors import RequestError
+from dora_rl.core.events import AnyEvent, TrajectoryFailed
+from dora_rl.core.nouns import Nanoseconds
+from dora_rl.engine.bundle import Bundle
+from dora_rl.engine.engine import Engine
+from dora_rl.engine.requests import StepOutput, Tokens
+from dora_rl.engine.requests import StopReason as EngineStop
+from dora_rl.models.loading import load
+from dora_rl.runtime import messages as m
+from dora_rl.runtime.channel import Channel
+from dora_rl.runtime.folder import RunFolder
+from dora_rl.runtime.source import StoreWeights
+
+_GATHER = 0.03
+"""Seconds for which reports are gathered when nothing hangs on them."""
+_NAP = 0.002
+"""Seconds between two looks at a slot that is loading."""
+
+
+class Instance:
+    """The process."""
+
+    def __init__(self, start: m.Start, channel: Channel[m.ToProcess]) -> None:
+        torch.set_num_threads(start.threads)
+        folder = RunFolder.open(start.folder)
+        config = folder.parse(start.config)
+        self._channel = channel
+        self._origin = start.origin
+        self._mixes = config.control.mode == "partial"
+        self._heartbeat = config.rollout.heartbeat_seconds
+        loaded = load(config.model)
+        source = StoreWeights(folder.store(config), loaded.model, config.trainer.lora)
+        self._engine = Engine(
+            loaded.model,
+            source,
+            config.rollout.engine,
+            tokenizer=loaded.tokenizer,
+            instance=start.name,
+            clock=self._now,
+        )
+        self._engine.set_threads(start.threads)
+        self._said: list[m.Said] = []
+        self._ended: list[m.Ended] = []
+        self._events: list[AnyEvent] = []
+        self._reported = time.monotonic()
+        self._beat = 0.0
+        self._windows = [slot.account.born for slot in self._engine.slots]
+        self._totals: list[dict[Any, Nanoseconds]] = [{} for _ in self._engine.slots]
+
+    def serve(self, messages: list[m.ToProcess]) -> None:
+        """Until told to stop, or alone."""
+        self._channel.send(m.Joined(spec=self._engine.spec(), kernels=self._engine.kernels))
+        while True:
+            for message in messages:
+                if isinstance(message, m.Stop):
+                    self._send(force=True)
+                    return
+                self._hear(message)
+            if self._channel.closed:
+                return
+            self._work()
+            self._send()
+            messages = self._channel.receive()
+
+    def _work(self) -> None:
+        engine = self._engine
+        if engine.running or engine.busy:
+            output = engine.step()
+            self._take(output)
+            if engine.running or output.events:
+                return
+            seconds = _NAP
+        else:
+            seconds = max(0.0, self._beat + self._heartbeat - time.monotonic())
+        if self._said or self._ended or self._events:
+            self._send(force=True)
+        self._channel.wait(seconds)
+
+    # -- what comes in ----------------------------------------------------------------------------------------
+
+    def _hear(self, message: m.ToProcess) -> None:
+        match message:
+            case m.Do(command=command):
+                self._do(command)
+            case m.Submit():
+                self._submit(message)
+            case m.Export():
+                self._export(message)
+            case m.Import():
+                self._import(message)
+            case m.Threads(count=count):
+                self._engine.set_threads(count)
+            case _:
+                raise AssertionError(f"not for an instance: {message}")
+
+    def _do(self, command: c.AnyCommand) -> None:
+        match command:
+            case c.LoadVersion():
+                self._engine.load(command.slot.number, command.version, in_flight=command.in_flight)
+            case c.UnloadSlot():
+                self._engine.unload(command.slot.number)
+            case c.Abort():
+                self._engine.abort(command.trajectory, command.attempt)
+            case c.SlotIdles():
+                self._engine.note_idle(command.slot.number, command.cause)
+            case _:
+                raise AssertionError(f"not for an instance: {command}")
+
+    def _submit(self, message: m.Submit) -> None:
+        version = self._engine.slots[message.slot].version
+        for request in message.requests:
+            try:
+                # In mode `partial` a request takes whatever its slot serves by now.
+                mixed = self._mixes and version is not None and version != request.version
+                self._engine.submit(
+                    msgspec.structs.replace(request, version=version) if mixed else request, message.slot
+                )
+            except RequestError as error:
+                self._events.append(TrajectoryFailed(trajectory=request.trajectory, reason=str(error)))
+
+    def _export(self, message: m.Export) -> None:
+        here = [
+            (trajectory, attempt)
+            for trajectory, attempt in zip(message.trajectories, message.attempts, strict=True)
+            if self._engine.has(trajectory, attempt)
+        ]
+        name = ""
+        if here:
+            bundle = self._engine.export([trajectory for trajectory, _ in here])
+            name = bundle.name
+        self._take(self._engine.drain())
+        self._send(force=True)
+        trajectories, attempts = tuple(t for t, _ in here), tuple(a for _, a in here)
+        self._channel.send(m.Exported(move=message.move, bundle=name, trajectories=trajectories, attempts=attempts))
+
+    def _import(self, message: m.Import) -> None:
+        try:
+            arrived, errors = self._engine.import_(Bundle.attach(message.bundle), message.slot)
+            problems = tuple(str(error) for error in errors)
+        except RequestError as error:
+            arrived, problems = (), (str(error),)
+        self._channel.send(m.Imported(move=message.move, arrived=arrived, problems=problems))
+
+    # -- what goes out ----------------------------------------------------------------------------------------
+
+    def _take(self, output: StepOutput) -> None:
+        self._said += [_said(part) for part in output.tokens]
+        for finished in output.finished:
+            if finished.reason is not EngineStop.FAILED:
+                reason = "stop" if finished.reason is EngineStop.STOP else "length"
+                self._ended.append(
+                    m.Ended(trajectory=finished.trajectory, attempt=finished.attempt, reason=reason)  # type: ignore[arg-type]
+                )
+        self._events += output.events
+
+    def _send(self, *, force: bool = False) -> None:
+        now = time.monotonic()
+        if now >= self._beat + self._heartbeat:
+            self._beat = now
+            self._events.append(self._engine.progress())
+            self._account()
+            force = True
+        if not (self._said or self._ended or self._events):
+            return
+        if force or self._events or now >= self._reported + _GATHER:
+            self._reported = now
+            report = m.Report(said=tuple(self._said), ended=tuple(self._ended), events=tuple(self._events))
+            self._said, self._ended, self._events = [], [], []
+            self._channel.send(report)
+
+    def _account(self) -> None:
+        """Where the slots' time went since the last time."""
+        now = self._now()
+        for slot, before in zip(self._engine.slots, self._totals, strict=True):
+            slot.account.settle(now)
+            shares = tuple(
+                m.Share(
+                    label=activity.label.value,
+                    version=activity.version,
+                    cause="" if activity.cause is None else activity.cause.because.value,
+                    spent=spent - before.get(activity, 0),
+                )
+                for activity, spent in slot.account.totals.items()
+                if spent > before.get(activity, 0)
+            )
+            before.update(slot.account.totals)
+            self._channel.send(m.Spent(slot=slot.index, start=self._windows[slot.index], end=now, shares=shares))
+            self._windows[slot.index] = now
+        self._channel.send(m.Counted(figures=dataclasses.asdict(self._engine.stats)))
+
+    def _now(self) -> Nanoseconds:
+        return time.monotonic_ns() - self._origin
+
+
+def _said(part: Tokens) -> m.Said:
+    experts = part.experts
+    return m.Said(
+        trajectory=part.trajectory,
+        attempt=part.attempt,
+        version=part.version,
+        start=part.start,
+        tokens=np.asarray(part.tokens, dtype=np.int32).tobytes(),
+        logprobs=np.asarray(part.logprobs, dtype=np.float32).tobytes(),
+        experts=b"" if experts is None else np.ascontiguousarray(experts, dtype=np.int16).tobytes(),
+        experts_shape=(0, 0) if experts is None else experts.shape[1:],
+    )

@@ -1,0 +1,259 @@
+"""What the supervisor and its processes say to each other, besides the orchestrator's own events and commands."""
+
+from __future__ import annotations
+
+import msgspec
+
+from dora_rl.core.commands import AnyCommand
+from dora_rl.core.events import AnyEvent
+from dora_rl.core.nouns import (
+    Attempt,
+    GroupId,
+    InstanceId,
+    InstanceSpec,
+    Nanoseconds,
+    StepId,
+    TrajectoryId,
+    Version,
+)
+from dora_rl.core.trajectory import StopReason
+from dora_rl.engine.requests import Request
+from dora_rl.envs.data import Problem
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="message", tag=True):
+    """Base of all messages."""
+
+
+# -- to every process -------------------------------------------------------------------------------------------
+
+
+class Start(Message, frozen=True, kw_only=True):
+    """The first message: who you are."""
+
+    role: str
+    name: InstanceId
+    config: bytes
+    """The run's config as JSON."""
+    folder: str
+    """The run's folder."""
+    origin: Nanoseconds
+    """Monotonic time at which the run's clock reads zero."""
+    threads: int
+
+
+class Do(Message, frozen=True, kw_only=True):
+    """A command of the orchestrator that the process carries out as it is."""
+
+    command: AnyCommand
+
+
+class Threads(Message, frozen=True, kw_only=True):
+    """Compute with so many threads from now on."""
+
+    count: int
+
+
+class Stop(Message, frozen=True, kw_only=True):
+    """End, with what you have reported."""
+
+
+# -- to instances -----------------------------------------------------------------------------------------------
+
+
+class Submit(Message, frozen=True, kw_only=True):
+    """Generate these."""
+
+    slot: int
+    requests: tuple[Request, ...]
+
+
+class Export(Message, frozen=True, kw_only=True):
+    """Pack these requests for a move, those that are still here."""
+
+    move: int
+    trajectories: tuple[TrajectoryId, ...]
+    attempts: tuple[Attempt, ...]
+
+
+class Import(Message, frozen=True, kw_only=True):
+    """Go on with the requests of a bundle."""
+
+    move: int
+    bundle: str
+    slot: int
+
+
+# -- to the trainer ---------------------------------------------------------------------------------------------
+
+
+class TrainedTrajectory(Message, frozen=True, kw_only=True):
+    """A trajectory for training; arrays as little-endian bytes."""
+
+    id: TrajectoryId
+    version: Version
+    prompt: bytes
+    """int32"""
+    response: bytes
+    """int32"""
+    logprobs: bytes
+    """float32, one for each token of the response"""
+    observed: bytes = b""
+    """bool, true where the environment and not the policy said the token; empty: the policy said all"""
+    reward: float
+    stop_reason: StopReason
+    experts: bytes = b""
+    """int16 [response tokens, layers, experts], empty if not recorded"""
+    experts_shape: tuple[int, int] = (0, 0)
+
+
+class TrainedGroup(Message, frozen=True, kw_only=True):
+    """A group for training."""
+
+    id: GroupId
+    trajectories: tuple[TrainedTrajectory, ...]
+
+
+class Train(Message, frozen=True, kw_only=True):
+    """Accumulate the gradients of these groups."""
+
+    step: StepId
+    attempt: Attempt
+    groups: tuple[TrainedGroup, ...]
+
+
+class Save(Message, frozen=True, kw_only=True):
+    """Write a checkpoint, unless the last one is of this version."""
+
+
+# -- to judges --------------------------------------------------------------------------------------------------
+
+
+class Judge(Message, frozen=True, kw_only=True):
+    """What is this response worth?"""
+
+    item: int
+    problem: Problem
+    completion: str
+    tokens: tuple[int, ...]
+
+
+# -- from processes ---------------------------------------------------------------------------------------------
+
+
+class Joined(Message, frozen=True, kw_only=True):
+    """An instance is ready."""
+
+    spec: InstanceSpec
+    kernels: str
+
+
+class Said(Message, frozen=True, kw_only=True):
+    """Tokens of a response, in order."""
+
+    trajectory: TrajectoryId
+    attempt: Attempt
+    version: Version
+    start: int
+    tokens: bytes
+    """int32"""
+    logprobs: bytes
+    """float32"""
+    experts: bytes = b""
+    experts_shape: tuple[int, int] = (0, 0)
+
+
+class Ended(Message, frozen=True, kw_only=True):
+    """A response has ended."""
+
+    trajectory: TrajectoryId
+    attempt: Attempt
+    reason: StopReason
+
+
+class Report(Message, frozen=True, kw_only=True):
+    """What an instance has to tell: first what was said, then what follows from it."""
+
+    said: tuple[Said, ...] = ()
+    ended: tuple[Ended, ...] = ()
+    events: tuple[AnyEvent, ...] = ()
+
+
+class Exported(Message, frozen=True, kw_only=True):
+    """A bundle is ready, with these requests in it; without any there is no bundle."""
+
+    move: int
+    bundle: str
+    trajectories: tuple[TrajectoryId, ...]
+    attempts: tuple[Attempt, ...]
+
+
+class Imported(Message, frozen=True, kw_only=True):
+    """Who arrived out of a bundle; the others did not."""
+
+    move: int
+    arrived: tuple[TrajectoryId, ...]
+    problems: tuple[str, ...] = ()
+
+
+class Share(msgspec.Struct, frozen=True, kw_only=True):
+    """Time spent on one activity."""
+
+    label: str
+    version: Version | None
+    cause: str
+    spent: Nanoseconds
+
+
+class Spent(Message, frozen=True, kw_only=True):
+    """Where a slot's time went in a window; the shares add up to its length."""
+
+    slot: int
+    start: Nanoseconds
+    end: Nanoseconds
+    shares: tuple[Share, ...]
+
+
+class Counted(Message, frozen=True, kw_only=True):
+    """What an instance has done so far, in tokens and requests."""
+
+    figures: dict[str, int]
+
+
+class Stepped(Message, frozen=True, kw_only=True):
+    """The trainer's metrics of a step."""
+
+    step: StepId
+    metrics: dict[str, float]
+
+
+class Saved(Message, frozen=True, kw_only=True):
+    """A checkpoint is on disk."""
+
+    version: Version
+    path: str
+
+
+class Ready(Message, frozen=True, kw_only=True):
+    """A judge can be asked."""
+
+
+class Judged(Message, frozen=True, kw_only=True):
+    """What a response is worth, or why that can't be said."""
+
+    item: int
+    reward: float | None
+    parts: dict[str, float]
+    failed: str | None
+
+
+class Died(Message, frozen=True, kw_only=True):
+    """The last words of a process: why it can't go on."""
+
+    reason: str
+    by_user: bool = False
+    """A mistake in the configuration, that starting again does not mend."""
+
+
+ToProcess = Start | Do | Threads | Stop | Submit | Export | Import | Train | Save | Judge
+FromProcess = Joined | Report | Exported | Imported | Spent | Counted | Stepped | Saved | Ready | Judged | Died

@@ -1,0 +1,120 @@
+"""Where processes come from: one process that has everything imported and forks whoever is asked for.
+
+Importing torch and transformers takes seconds of a core; a fork takes milliseconds and shares the memory. So a run
+starts quickly, and a process that was lost is back at once.
+
+Invariants:
+- the nursery computes nothing and has one thread, so that a fork of it is a whole process;
+- it ends with its supervisor, and its children with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from typing import IO
+
+from dora_rl.core.errors import RunError
+
+_PR_SET_PDEATHSIG = 1
+_PID = struct.Struct("<I")
+_IMPORTS = ("dora_rl.runtime.instance", "dora_rl.runtime.trainer", "dora_rl.runtime.judge", "peft")
+_ENVIRONMENT = {
+    # Threads that spin while they wait would take the cores from the other processes.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "KMP_BLOCKTIME": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
+
+
+class Nursery:
+    """The supervisor's end."""
+
+    def __init__(self, log: IO[bytes]) -> None:
+        self._link, theirs = socket.socketpair()
+        self._process = subprocess.Popen(  # noqa: S603
+            [sys.executable, "-m", "dora_rl.runtime.nursery", str(theirs.fileno()), str(os.getpid())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=os.environ | _ENVIRONMENT,
+            start_new_session=True,
+        )
+        theirs.close()
+
+    def fork(self, link: socket.socket, log: IO[bytes]) -> int:
+        """A process that speaks over `link` and prints to `log`; its process id, which is that of its group too."""
+        try:
+            socket.send_fds(self._link, [b"f"], [link.fileno(), log.fileno()])
+            answer = self._link.recv(_PID.size)
+        except OSError:
+            answer = b""
+        if len(answer) < _PID.size:
+            raise RunError("the process that starts all others is gone; resume the run")
+        (pid,) = _PID.unpack(answer)
+        return int(pid)
+
+    def close(self) -> None:
+        self._link.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=5)
+        self._process.kill()
+        self._process.wait()
+
+
+def end_with_parent(parent: int) -> None:
+    """Not to outlive the parent, even in the middle of a long computation: what it does would count for nothing."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system buries the dead
+    end_with_parent(int(sys.argv[2]))
+    link = socket.socket(fileno=int(sys.argv[1]))
+    for name in _IMPORTS:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    while True:
+        asked, fds, _, _ = socket.recv_fds(link, 1, 2)
+        if not asked:
+            return
+        nursery = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            link.close()
+            _become_child(nursery, *fds)
+        for fd in fds:
+            os.close(fd)
+        link.sendall(_PID.pack(pid))
+
+
+def _become_child(nursery: int, link: int, log: int) -> None:
+    from dora_rl.runtime.child import main as child
+
+    end_with_parent(nursery)
+    os.setsid()
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        child(socket.socket(fileno=link))
+    finally:
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Figures of a run: one line a step in `metrics.jsonl`, and where the time went in `activity.jsonl`.
+
+Occupancy is the share of slot time that was not idle and not loading, as the paper counts it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import IO, Any, Protocol
+
+from dora_rl.core.accounting import Activity, TimeAccount
+from dora_rl.core.labels import Because, Cause, Label
+from dora_rl.core.nouns import SECOND, Nanoseconds, StepId, Version
+from dora_rl.runtime.books import GroupBook
+from dora_rl.runtime.evaluation import Evaluated
+from dora_rl.runtime.folder import RunFolder
+from dora_rl.runtime.messages import Share, Spent
+
+_WORK = {Label.DECODE.value, Label.PREFILL.value, Label.REPREFILL.value, Label.MIGRATE.value}
+
+
+class Tracker(Protocol):
+    """Where figures go besides the files."""
+
+    def log(self, figures: dict[str, float], step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Recorder:
+    """The figures of one run."""
+
+    def __init__(self, folder: RunFolder, trackers: list[Tracker], now: Nanoseconds) -> None:
+        self._metrics = folder.metrics.open("a", encoding="utf-8")
+        self._samples = folder.samples.open("a", encoding="utf-8")
+        self._activity = folder.activity.open("a", encoding="utf-8")
+        self._trackers = trackers
+        self.trainer = TimeAccount(now, Activity(Label.IDLE, cause=Cause(because=Because.STARTING)))
+        self._trainer_totals: dict[Activity, Nanoseconds] = {}
+        self._trainer_window = now
+        self.last: dict[str, float] = {}
+        """Figures of the last step."""
+        self.evaluations: list[Evaluated] = []
+        self.time: Counter[str] = Counter()
+        """Slot time by label, idle time by `idle: cause`, over the whole run."""
+        self._step_time: Counter[str] = Counter()
+        self.moved = 0
+        """Requests that arrived with their KV."""
+        self._step_moved = 0
+        self.counted: dict[str, dict[str, int]] = {}
+        self._pending: dict[StepId, dict[str, float]] = {}
+        self._published_at = now
+        self.steps = 0
+        self.tokens = 0
+        """Response tokens trained."""
+        self.staleness: Counter[int] = Counter()
+        self.most_live = 0
+        self.step_seconds: list[float] = []
+
+    # -- what is reported -------------------------------------------------------------------------------------
+
+    def spent(self, name: str, message: Spent) -> None:
+        """A window of a slot's time."""
+        for share in message.shares:
+            key = share.label if share.label != Label.IDLE.value else f"idle: {share.cause}"
+            self.time[key] += share.spent
+            self._step_time[key] += share.spent
+        self._window(f"{name}/{message.slot}", message.start, message.end, list(message.shares))
+
+    def arrived(self, requests: int) -> None:
+        self.moved += requests
+        self._step_moved += requests
+
+    def stepped(self, step: StepId, metrics: dict[str, float], groups: list[GroupBook]) -> None:
+        """The trainer is through with a step."""
+        ages = Counter(step - group.version for group in groups)
+        self.staleness += ages
+        tokens = sum(len(one.response) for group in groups for one in group.trajectories.values() if not one.failed)
+        self.tokens += tokens
+        ours = {f"off_policy/staleness_{age}": count / len(groups) for age, count in sorted(ages.items())}
+        self._pending[step] = metrics | ours | {"batch/response_tokens": float(tokens)}
+
+    def published(self, version: Version, now: Nanoseconds, live: int, verdicts: int, ledger_seconds: float) -> None:
+        """A version is there: the step before it is over."""
+        self.most_live = max(self.most_live, live)
+        figures = self._pending.pop(version - 1, None)
+        if figures is not None:
+            seconds = (now - self._published_at) / SECOND
+            self.steps += 1
+            self.step_seconds.append(seconds)
+            slot_time = sum(self._step_time.values()) or 1
+            figures |= {
+                "timing_s/step": seconds,
+                "throughput/tokens_per_second": figures["batch/response_tokens"] / max(seconds, 1e-9),
+                "rollout/occupancy": self._share(_WORK) / slot_time,
+                "rollout/live_versions": float(live),
+                "rollout/migrations": float(self._step_moved),
+                "rollout/failed_trajectories": float(verdicts),
+                "timing_s/ledger": ledger_seconds,
+                **{
+                    f"idle/{key.removeprefix('idle: ')}": spent / slot_time
+                    for key, spent in sorted(self._step_time.items())
+                    if key.startswith("idle: ")
+                },
+            }
+            self._write({"step": version - 1, "version": version, "time": round(now / SECOND, 3)}, figures)
+            self.last = figures
+        self._published_at = now
+        self._step_time.clear()
+        self._step_moved = 0
+
+    def evaluated(self, result: Evaluated, now: Nanoseconds) -> None:
+        """An evaluation is over."""
+        self.evaluations.append(result)
+        figures = {
+            "eval/held_out/accuracy": result.accuracy,
+            "eval/held_out/reward": result.reward,
+            "eval/held_out/response_length": result.mean_tokens,
+            "eval/held_out/failed": float(result.failed),
+        }
+        self._write({"evaluation": result.version, "version": result.version, "time": round(now / SECOND, 3)}, figures)
+
+    def sample(self, record: dict[str, Any]) -> None:
+        """A response as text."""
+        self._samples.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+    def settle(self, now: Nanoseconds) -> None:
+        """Write the trainer's window up to now."""
+        self.trainer.settle(now)
+        shares = [
+            Share(
+                label=activity.label.value,
+                version=activity.version,
+                cause="" if activity.cause is None else activity.cause.because.value,
+                spent=spent - self._trainer_totals.get(activity, 0),
+            )
+            for activity, spent in self.trainer.totals.items()
+            if spent > self._trainer_totals.get(activity, 0)
+        ]
+        self._trainer_totals = dict(self.trainer.totals)
+        if now > self._trainer_window:
+            self._window("trainer", self._trainer_window, now, shares)
+            self._trainer_window = now
+
+    def note(self, kind: str, now: Nanoseconds, **fields: Any) -> None:
+        """Something that the page about the run shows: a move, a published version, a lost process."""
+        self._line(self._activity, {"note": kind, "at": now, **fields})
+
+    def flush(self) -> None:
+        for file in (self._metrics, self._samples, self._activity):
+            file.flush()
+
+    def close(self) -> None:
+        for file in (self._metrics, self._samples, self._activity):
+            file.close()
+        for tracker in self._trackers:
+            tracker.close()
+
+    @property
+    def occupancy(self) -> float:
+        """Over the whole run, the start-up aside."""
+        total = sum(spent for key, spent in self.time.items() if key != f"idle: {Because.STARTING.value}")
+        return sum(self.time[label] for label in _WORK) / max(1, total)
+
+    # -- inside -----------------------------------------------------------------------------------------------
+
+    def _share(self, labels: set[str]) -> int:
+        return sum(self._step_time[label] for label in labels)
+
+    def _window(self, who: str, start: Nanoseconds, end: Nanoseconds, shares: list[Share]) -> None:
+        rows = [[share.label, share.version, share.cause, share.spent] for share in shares]
+        self._line(self._activity, {"who": who, "start": start, "end": end, "shares": rows})
+
+    def _write(self, head: dict[str, Any], figures: dict[str, float]) -> None:
+        self._line(self._metrics, head | figures)
+        self._metrics.flush()
+        for tracker in self._trackers:
+            tracker.log(figures, int(head["version"]))
+
+    def _line(self, file: IO[str], record: dict[str, Any]) -> None:
+        file.write(json.dumps(record, ensure_ascii=False) + "\n")

@@ -1,0 +1,211 @@
+"""A run from beginning to end, or from where it was left: wires the parts together and drives the orchestrator.
+
+A run is resumed by replaying its event log through a fresh orchestrator, which is then exactly where it was, and by
+telling it that all instances and the trainer are lost, which is true. From there the ordinary handling of faults takes
+over: requests go on from their tokens under their own version, the trainer from its checkpoint. There is no second way.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from dora_rl.control.orchestrator import Orchestrator
+from dora_rl.core import commands as c
+from dora_rl.core import events as e
+from dora_rl.core.errors import IntegrityError, UserError
+from dora_rl.core.nouns import InstanceId, Nanoseconds, TrajectoryId
+from dora_rl.core.ports import drive
+from dora_rl.envs.data import Dataset, load
+from dora_rl.ledger.ledger import Ledger
+from dora_rl.models.loading import load_tokenizer
+from dora_rl.runtime.books import Books, Prompts
+from dora_rl.runtime.evaluation import Evaluation
+from dora_rl.runtime.folder import RunFolder
+from dora_rl.runtime.nursery import Nursery
+from dora_rl.runtime.processes import Processes
+from dora_rl.runtime.recorder import Recorder
+from dora_rl.runtime.text import Text
+from dora_rl.runtime.trackers import trackers
+from dora_rl.runtime.world import LocalWorld
+
+_PATIENCE = 5.0
+"""Seconds for processes to end by themselves."""
+
+
+class Run:
+    """One run, in this process and those that it starts."""
+
+    def __init__(self, folder: RunFolder, *, notice: Callable[[str], None] = lambda _: None) -> None:
+        self.folder = folder
+        self.config = folder.read()
+        self._lock = _lock(folder)
+        with (folder.logs / "nursery.log").open("ab") as log:
+            nursery = Nursery(log)
+        self.text = Text(load_tokenizer(self.config.model), self.config)
+        self.dataset: Dataset = load(self.config.data, folder.base())
+        self.orchestrator = Orchestrator(self.config.control)
+        control = self.config.control
+        self._books = Books(Prompts(self.dataset), self.text.encode, control.group_size)
+        self._processes: Processes | None = None
+        self._ledger = Ledger(folder.ledger, control.group_size, mirror=folder.events, woken=self._wake)
+        past = self._replay()
+        origin = time.monotonic_ns() - past.at
+        self._processes = Processes(folder, self.config, nursery, origin)
+        store = folder.store(self.config)
+        self.recorder = Recorder(folder, trackers(folder, self.config), past.at)
+        self.world = LocalWorld(
+            config=self.config,
+            cores=self.config.threads or os.cpu_count() or 1,
+            books=self._books,
+            ledger=self._ledger,
+            store=store,
+            processes=self._processes,
+            recorder=self.recorder,
+            sampling=self.config.request_sampling(self.text.stop_ids),
+            decode=self.text.decode,
+            origin=origin,
+            notice=notice,
+        )
+        self.world.mixture = self.text.mixture
+        self._evaluate(store)
+        self._past = past
+
+    def go(self, watch: Callable[[], None] = lambda: None) -> None:
+        """Until nothing is left to do, or the world is told to stop; `watch` is called after each event."""
+        try:
+            if self._past.at:
+                self.world.again(self._past.losses(), self._past.open_commands())
+            if not self.orchestrator.finished:
+                self.world.begin(self.config.rollout.instances)
+                drive(_Watched(self.orchestrator, watch), self.world)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """End all processes; what is finished is kept."""
+        assert self._processes is not None
+        self._processes.stop(patience=_PATIENCE)
+        self._ledger.close()
+        self.recorder.settle(self.world.now())
+        self.recorder.close()
+        self._lock.close()
+        if self.orchestrator.finished and self.config.weights == "memory":
+            self.folder.store(self.config).clear()
+
+    def _evaluate(self, store: Any) -> None:
+        held_out = self.dataset.held_out
+        if not held_out or not self.config.evaluation.every:
+            return
+        settings = self.config.evaluation
+        self.world.evaluation = Evaluation(
+            [(problem, self.text.encode(problem)) for problem in held_out],
+            self.config.request_sampling(self.text.stop_ids, temperature=settings.temperature),
+            settings.samples,
+            settings.right,
+            store,
+            self.text.decode,
+            self.world.evaluated,
+        )
+
+    def _wake(self) -> None:
+        if self._processes is not None:
+            self._processes.wake()
+
+    def _replay(self) -> _Past:
+        past = _Past()
+        for logged in self._ledger.events():
+            commands = self.orchestrator.step(logged.event, logged.at)
+            if commands != logged.commands:
+                raise IntegrityError(
+                    f"event {logged.seq} was answered otherwise when it happened: the run was made by another dora-rl "
+                    "or with another configuration"
+                )
+            self._books.note(logged.event, commands)
+            past.note(logged.event, commands, logged.at)
+        for group in self._books.groups.values():
+            for trajectory in group.trajectories:
+                self._books.recall(self._ledger, trajectory)
+        return past
+
+
+class _Watched:
+    """The orchestrator, with somebody who looks on."""
+
+    def __init__(self, orchestrator: Orchestrator, watch: Callable[[], None]) -> None:
+        self._orchestrator = orchestrator
+        self._watch = watch
+
+    def step(self, event: e.Event, now: Nanoseconds) -> list[c.Command]:
+        commands = self._orchestrator.step(event, now)
+        self._watch()
+        return commands
+
+    def wake_at(self) -> Nanoseconds | None:
+        return self._orchestrator.wake_at()
+
+
+class _Past:
+    """What of a replayed log is still open."""
+
+    def __init__(self) -> None:
+        self.at: Nanoseconds = 0
+        self._instances: dict[InstanceId, None] = {}
+        self._scores: dict[TrajectoryId, c.Score] = {}
+        self._fetch: c.FetchPrompts | None = None
+        self._retired: list[c.Retire] = []
+
+    def note(self, event: e.Event, commands: Sequence[c.Command], at: Nanoseconds) -> None:
+        self.at = at
+        match event:
+            case e.InstanceJoined(spec=spec):
+                self._instances[spec.instance] = None
+            case e.InstanceLost(instance=instance):
+                self._instances.pop(instance, None)
+            case e.Scored(trajectory=trajectory) | e.TrajectoryFailed(trajectory=trajectory):
+                self._scores.pop(trajectory, None)
+            case e.PromptsArrived():
+                self._fetch = None
+            case _:
+                pass
+        for command in commands:
+            match command:
+                case c.Score(trajectory=trajectory):
+                    self._scores[trajectory] = command
+                case c.FailTrajectory(trajectory=trajectory):
+                    self._scores.pop(trajectory, None)
+                case c.FetchPrompts():
+                    self._fetch = command
+                case c.Retire():
+                    self._retired.append(command)
+                case c.EvictInstance(instance=instance):
+                    self._instances.pop(instance, None)
+                case _:
+                    pass
+
+    def losses(self) -> Iterator[e.Event]:
+        """All processes of the former supervisor are gone."""
+        for instance in self._instances:
+            yield e.InstanceLost(instance=instance, reason="the supervisor was restarted")
+        yield e.TrainerLost(reason="the supervisor was restarted")
+
+    def open_commands(self) -> Iterator[c.Command]:
+        """What was asked for and has no answer yet, or may not have been carried out."""
+        yield from self._scores.values()
+        yield from self._retired
+        if self._fetch is not None:
+            yield self._fetch
+
+
+def _lock(folder: RunFolder) -> Any:
+    """One supervisor at a time."""
+    file = (folder.path / ".lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise UserError(f"the run {folder.path} is already going on in another process") from None
+    return file

@@ -1,0 +1,56 @@
+"""Published versions as an engine loads them: mapped from the store; a LoRA adapter is added to the base weights.
+
+A version is leased while it is read. Mapped tensors stay valid when their file is gone, so what an engine serves can't
+be pulled from under it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dora_rl.core.errors import StoreError, VersionError
+from dora_rl.core.nouns import Fingerprint, Version
+from dora_rl.trainer.config import LoraConfig
+from dora_rl.weights.store import Lease, WeightStore
+
+_PREFIX = "base_model.model."
+
+
+class StoreWeights:
+    """A weight store as the source of an engine."""
+
+    def __init__(self, store: WeightStore, model: Any, lora: LoraConfig | None) -> None:
+        self._store = store
+        self._lora = lora
+        self._base: dict[str, Any] = {}
+        if lora is not None:
+            self._base = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+    def tensors(self, version: Version) -> Mapping[str, Any]:
+        """The tensors of a version."""
+        with self._lease(version) as lease:
+            tensors = lease.tensors()
+            return self._merge(tensors) if lease.manifest.adapter else tensors
+
+    def fingerprint(self, version: Version) -> Fingerprint:
+        """Proven on what lies in the store, not read from its label."""
+        with self._lease(version) as lease:
+            return lease.prove(lease.tensors())
+
+    def _lease(self, version: Version) -> Lease:
+        try:
+            return self._store.lease(version)
+        except StoreError as error:
+            raise VersionError(str(error)) from error
+
+    def _merge(self, adapter: Mapping[str, Any]) -> dict[str, Any]:
+        assert self._lora is not None, "an adapter was published, but the run trains all weights"
+        scale = self._lora.alpha / self._lora.rank
+        merged = dict(self._base)
+        for name, a in adapter.items():
+            if name.endswith(".lora_A.weight"):
+                b = adapter[name.replace(".lora_A.", ".lora_B.")]
+                target = name.removeprefix(_PREFIX).removesuffix(".lora_A.weight") + ".weight"
+                merged[target] = merged[target] + (b @ a).to(merged[target].dtype) * scale
+        return merged

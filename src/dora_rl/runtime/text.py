@@ -1,0 +1,60 @@
+"""Between problems and tokens: the one place where prompts are encoded and responses decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dora_rl.core.errors import ConfigError
+from dora_rl.envs.data import Problem
+from dora_rl.runtime.config import RunConfig
+
+
+class Text:
+    """A model's tokenizer, and what its config says of ends and experts."""
+
+    def __init__(self, tokenizer: Any, config: RunConfig) -> None:
+        from transformers import AutoConfig
+
+        if tokenizer is None:
+            raise ConfigError(f"'model.path': '{config.model.path}' has no tokenizer beside its weights")
+        self._tokenizer = tokenizer
+        self._config = config
+        self._encoded: dict[str, tuple[int, ...]] = {}
+        described: Any = None
+        if not config.model.path.endswith(".gguf"):
+            described = AutoConfig.from_pretrained(config.model.path, trust_remote_code=False)
+        self.mixture = any(getattr(described, name, 0) for name in ("num_experts", "num_local_experts"))
+        self.stop_ids = self._ends(described)
+
+    def encode(self, problem: Problem) -> tuple[int, ...]:
+        """The prompt's tokens; a chat goes through the model's template."""
+        known = self._encoded.get(problem.key)
+        if known is None:
+            known = self._encoded[problem.key] = self._encode(problem)
+        return known
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of a response."""
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return text
+
+    def _encode(self, problem: Problem) -> tuple[int, ...]:
+        if isinstance(problem.prompt, str):
+            return tuple(self._tokenizer(problem.prompt)["input_ids"])
+        if self._tokenizer.chat_template is None:
+            raise ConfigError(
+                f"the prompts are chats, but the tokenizer of '{self._config.model.path}' has no chat template: "
+                "use prompts that are texts, and leave out data.system"
+            )
+        messages = [{"role": message.role, "content": message.content} for message in problem.prompt]
+        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _ends(self, described: Any) -> tuple[int, ...]:
+        """Token ids that end a response."""
+        ids = {self._tokenizer.eos_token_id, getattr(described, "eos_token_id", None)}
+        ends: set[int] = set()
+        for one in ids - {None}:
+            ends.update(one if isinstance(one, list) else [one])
+        return tuple(sorted(ends))

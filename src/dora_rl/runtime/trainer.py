@@ -1,0 +1,148 @@
+"""The trainer in a process of its own.
+
+    Train, Apply, Publish -> trainer -> Accumulated, Trained, Published, Checkpointed
+
+It starts from the newest sound checkpoint. A damaged one is set aside and the one before it is taken; the groups since
+then come again.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dora_rl.core import commands as c
+from dora_rl.core import events as e
+from dora_rl.core.errors import CheckpointError
+from dora_rl.core.nouns import Version
+from dora_rl.core.trajectory import Group, Trajectory
+from dora_rl.models.loading import load
+from dora_rl.runtime import messages as m
+from dora_rl.runtime.channel import Channel
+from dora_rl.runtime.folder import RunFolder
+from dora_rl.trainer import checkpoint
+from dora_rl.trainer.trainer import Trainer
+
+_IDLE = 5.0
+
+
+class TrainerProcess:
+    """The process."""
+
+    def __init__(self, start: m.Start, channel: Channel[m.ToProcess]) -> None:
+        torch.set_num_threads(start.threads)
+        self._folder = RunFolder.open(start.folder)
+        config = self._folder.parse(start.config)
+        self._config = config
+        self._channel = channel
+        torch.manual_seed(config.seed)
+        loaded = load(config.model)
+        self._tokenizer = loaded.tokenizer
+        settings = config.trainer.model_copy(update={"temperature": config.sampling.temperature})
+        self._trainer = Trainer(loaded.model, settings)
+        self._store = self._folder.store(config)
+        self._due = False
+        """A checkpoint is to be written after the next publishing."""
+        self._saved: Version | None = None
+        """The version of the last checkpoint."""
+        self._restore()
+
+    def serve(self, messages: list[m.ToProcess]) -> None:
+        """Until told to stop, or alone."""
+        if self._saved is None:
+            self._checkpoint()  # so that a crash before the first step goes back to the same weights
+        self._tell(e.TrainerReady(version=self._trainer.version))
+        while True:
+            for message in messages:
+                if isinstance(message, m.Stop):
+                    return
+                self._hear(message)
+            if self._channel.closed:
+                return
+            self._channel.wait(_IDLE)
+            messages = self._channel.receive()
+
+    def _hear(self, message: m.ToProcess) -> None:
+        match message:
+            case m.Train():
+                self._trainer.accumulate(message.step, [group(one) for one in message.groups])
+                self._tell(e.Accumulated(step=message.step, attempt=message.attempt, groups=len(message.groups)))
+            case m.Do(command=c.Apply() as command):
+                report = self._trainer.apply(command.step)
+                self._channel.send(m.Stepped(step=command.step, metrics=report.metrics))
+                self._tell(e.Trained(step=command.step, attempt=command.attempt))
+                self._due = self._trainer.version % self._config.checkpoint.every == 0
+            case m.Do(command=c.Publish() as command):
+                fingerprint = self._trainer.publish(command.version, self._store)
+                self._tell(e.Published(version=command.version, attempt=command.attempt, fingerprint=fingerprint))
+                if self._due:
+                    self._checkpoint()
+            case m.Save():
+                if self._saved != self._trainer.version:
+                    self._checkpoint()
+                self._channel.send(
+                    m.Saved(version=self._trainer.version, path=str(checkpoint.latest(self._folder.checkpoints)))
+                )
+            case m.Threads(count=count):
+                torch.set_num_threads(count)
+            case _:
+                raise AssertionError(f"not for the trainer: {message}")
+
+    def _checkpoint(self) -> None:
+        self._due = False
+        folder, keep = self._folder.checkpoints, self._config.checkpoint.keep
+        checkpoint.save(folder, self._trainer, tokenizer=self._tokenizer, keep=keep)
+        self._saved = self._trainer.version
+        # What is told is the oldest that may be gone back to.
+        self._tell(e.Checkpointed(version=checkpoint.versions(folder)[0]))
+
+    def _restore(self) -> None:
+        while (path := checkpoint.latest(self._folder.checkpoints)) is not None:
+            try:
+                self._saved = checkpoint.restore(path, self._trainer).version
+                return
+            except CheckpointError as error:
+                _set_aside(path)
+                print(f"{error}; going back to the checkpoint before it", file=sys.stderr)  # noqa: T201
+        if self._folder.checkpoints.is_dir() and any(self._folder.checkpoints.glob("damaged-*")):
+            raise CheckpointError(f"no checkpoint in {self._folder.checkpoints} can be read any more")
+
+    def _tell(self, event: e.AnyEvent) -> None:
+        self._channel.send(m.Report(events=(event,)))
+
+
+def group(sent: m.TrainedGroup) -> Group:
+    """The trainer's record of a group."""
+    return Group(id=sent.id, trajectories=tuple(_trajectory(one) for one in sent.trajectories))
+
+
+def _trajectory(sent: m.TrainedTrajectory) -> Trajectory:
+    prompt = np.frombuffer(sent.prompt, dtype=np.int32)
+    response = np.frombuffer(sent.response, dtype=np.int32)
+    spoken = np.ones(len(response), dtype=np.bool_)
+    if sent.observed:
+        spoken = ~np.frombuffer(sent.observed, dtype=np.bool_)
+    logprobs = np.frombuffer(sent.logprobs, dtype=np.float32)
+    experts = None
+    if sent.experts:
+        said = np.frombuffer(sent.experts, dtype=np.int16).reshape(len(response), *sent.experts_shape)
+        # A token's record is of the pass that gave its logits, which is the pass over the token before it.
+        experts = np.full((len(prompt) + len(response), *sent.experts_shape), -1, dtype=np.int16)
+        experts[len(prompt) - 1 : -1] = said
+    return Trajectory(
+        id=sent.id,
+        version=sent.version,
+        tokens=np.concatenate([prompt, response]),
+        loss_mask=np.concatenate([np.zeros(len(prompt), dtype=np.bool_), spoken]),
+        behaviour_logprobs=np.concatenate([np.zeros(len(prompt), dtype=np.float32), logprobs]),
+        reward=sent.reward,
+        stop_reason=sent.stop_reason,
+        routed_experts=experts,
+    )
+
+
+def _set_aside(path: Path) -> None:
+    path.rename(path.with_name(f"damaged-{path.name}"))
