@@ -155,10 +155,15 @@ class Scheduler:
         held = self.pool.holders[batch.rows.table[rows, position // size]]
         needy = rows[(position % size == 0) | (held > 1)]
         for sequence in [batch.sequences[row] for row in needy]:
-            if sequence.row < 0 or not self._room(1, sequence):
+            if sequence.row < 0:
                 continue
-            position_now = int(batch.position[sequence.row])
-            if position_now % size == 0:
+            # A plan may come here twice: a block that was taken the first time is there already.
+            missing = int(batch.position[sequence.row]) // size == len(sequence.blocks)
+            if not missing and self.pool.holders[sequence.blocks[-1]] == 1:
+                continue
+            if not self._room(1, sequence):
+                continue
+            if missing:
                 sequence.blocks.append(self.pool.take())
             elif self.pool.holders[sequence.blocks[-1]] > 1:
                 self._own_last(sequence)
@@ -315,6 +320,8 @@ class Scheduler:
         for batch in self._batches:
             for row, sequence in enumerate(batch.sequences):
                 assert sequence.row == row
+                known = self.cache.shape.blocks(sequence.length + int(batch.fill[row]))
+                assert len(sequence.blocks) <= known, f"a request holds {len(sequence.blocks)} blocks for {known}"
                 np.add.at(holders, sequence.blocks, 1)
         for blocks in self.prompts.held():
             np.add.at(holders, blocks, 1)
