@@ -52,6 +52,7 @@ MEMORY = {
     "allocate": "x = bytearray(600 << 20)",
     "map": "import mmap\nx = mmap.mmap(-1, 600 << 20)",
     "memory file": "import os\nos.memfd_create('x')",
+    "memory of asynchronous files": CALL + "assert call(206, 99, ctypes.byref(ctypes.c_ulong(0))) == 0",
     "shared memory": CALL + "n = call(29, 0, 4096, 0o600)\nassert n >= 0\ncall(31, n, 0, 0)",
 }
 NETWORK = {
@@ -69,6 +70,7 @@ FILES = {
     "read through a hard link": "import os\nos.link('{place}/secret', 'x')\nopen('x').read()",
     "read beside its folder": "open('../stdin').read()",
     "list": "import os\nos.listdir('{place}')",
+    "watch": CALL + "assert call(254, call(253), b'/', 256) > 0",
     "write": "open('{place}/secret', 'w').write('x')",
     "append": "open('{place}/secret', 'a').write('x')",
     "make": "open('{place}/new', 'x')",

@@ -132,7 +132,7 @@ def _score(name: str, value: Any, *, listed: bool) -> _Score:
         if isinstance(value, dict):
             if "score" not in value:
                 return _Score(failed=f"{name} returned a dict without 'score'")
-            extras = {str(key): float(item) for key, item in value.items() if key != "score" and _is_number(item)}
+            extras = {_text(key): float(item) for key, item in value.items() if key != "score" and _is_number(item)}
             value = value["score"]
         if value is None or isinstance(value, str | bytes) or not hasattr(value, "__float__"):
             return _Score(failed=f"{name} returned {type(value).__name__}, not a number")
@@ -146,8 +146,12 @@ def _score(name: str, value: Any, *, listed: bool) -> _Score:
     return _Score(value=number, extras=extras)
 
 
+def _text(key: Any) -> str:
+    return str(key).encode("utf-8", "replace").decode()
+
+
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, int | float) and abs(value) < 1e300
 
 
 def _resolve(reward: RewardConfig, folder: Path) -> list[Shaped]:

@@ -53,6 +53,9 @@ REFUSED: dict[str, dict[str, tuple[int | None, int | None]]] = {
         "name_to_handle_at": (303, 264),
         "open_by_handle_at": (304, 265),
         "fanotify_init": (300, 262),
+        "inotify_init": (253, None),
+        "inotify_init1": (294, 26),
+        "inotify_add_watch": (254, 27),
         "fanotify_mark": (301, 263),
         "quotactl": (179, 60),
         "quotactl_fd": (443, 443),
@@ -61,6 +64,7 @@ REFUSED: dict[str, dict[str, tuple[int | None, int | None]]] = {
         "acct": (163, 89),
     },
     "memory": {
+        "io_setup": (206, 0),
         "memfd_create": (319, 279),
         "memfd_secret": (447, 447),
         "shmget": (29, 194),
