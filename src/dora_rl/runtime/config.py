@@ -127,6 +127,10 @@ class RunConfig(Config):
             raise ValueError("'sampling.temperature' must be above 0: a policy that never varies learns nothing")
         if self.trainer.temperature != 1.0 and self.trainer.temperature != self.sampling.temperature:
             raise ValueError("'trainer.temperature' follows 'sampling.temperature'; leave it out")
+        if not self.reward.functions and self.environment.kind is None:
+            raise ValueError("'reward.functions' is empty: name what a response is worth, for instance [\"exact\"]")
+        if self.evaluation.every and self.environment.kind is not None:
+            raise ValueError("'evaluation.every' must be 0 with an environment: held-out prompts have one turn")
         return self
 
     def request_sampling(self, stop_ids: tuple[int, ...], *, temperature: float | None = None) -> Sampling:

@@ -61,6 +61,7 @@ class Evaluation:
         sampling: Sampling,
         samples: int,
         right: float,
+        timeout: float,
         store: WeightStore,
         decode: Callable[[Sequence[int]], str],
         done: Callable[[Evaluated], None],
@@ -69,6 +70,7 @@ class Evaluation:
         self._sampling = sampling
         self._samples = samples
         self._right = right
+        self._timeout = timeout
         self._store = store
         self._decode = decode
         self._done = done
@@ -159,7 +161,8 @@ class Evaluation:
         running.tokens += len(response)
         problem = self._problems[number // self._samples][0]
         tokens = tuple(response)
-        judges.ask(problem, self._decode(tokens), tokens, lambda verdict: self._score(running, verdict.reward))
+        question = m.Judge(item=0, problem=problem, completion=self._decode(tokens), tokens=tokens)
+        judges.ask(question, lambda verdict: self._score(running, _reward(verdict)), self._timeout)
 
     def _score(self, running: _Running, reward: float | None) -> None:
         if running is not self._now:
@@ -174,3 +177,7 @@ class Evaluation:
         self._now = None
         self._done(Evaluated(running.version, running.rewards, self._right, running.failed, running.tokens))
         self._next()
+
+
+def _reward(verdict: m.Judged | m.Played) -> float | None:
+    return verdict.reward if isinstance(verdict, m.Judged) else None

@@ -20,7 +20,7 @@ import torch
 
 from dora_rl.core import commands as c
 from dora_rl.core.errors import RequestError
-from dora_rl.core.events import AnyEvent, TrajectoryFailed
+from dora_rl.core.events import AnyEvent, Parked, TrajectoryFailed
 from dora_rl.core.nouns import Nanoseconds
 from dora_rl.engine.bundle import Bundle
 from dora_rl.engine.engine import Engine
@@ -109,6 +109,8 @@ class Instance:
                 self._export(message)
             case m.Import():
                 self._import(message)
+            case m.Extend() | m.End():
+                self._go_on(message)
             case m.Threads(count=count):
                 self._engine.set_threads(count)
             case _:
@@ -162,12 +164,24 @@ class Instance:
             arrived, problems = (), (str(error),)
         self._channel.send(m.Imported(move=message.move, arrived=arrived, problems=problems))
 
+    def _go_on(self, message: m.Extend | m.End) -> None:
+        try:
+            if isinstance(message, m.End):
+                self._engine.end(message.trajectory, message.attempt)
+                self._take(self._engine.drain())
+            else:
+                tokens = np.frombuffer(message.tokens, dtype=np.int32).tolist()
+                self._engine.extend(message.trajectory, message.attempt, tokens)
+        except RequestError:
+            self._channel.send(m.Refused(trajectory=message.trajectory, attempt=message.attempt))
+
     # -- what goes out ----------------------------------------------------------------------------------------
 
     def _take(self, output: StepOutput) -> None:
         self._said += [_said(part) for part in output.tokens]
+        parked = {event.trajectory for event in output.events if isinstance(event, Parked)}
         for finished in output.finished:
-            if finished.reason is not EngineStop.FAILED:
+            if finished.reason is not EngineStop.FAILED and finished.trajectory not in parked:
                 reason = "stop" if finished.reason is EngineStop.STOP else "length"
                 self._ended.append(
                     m.Ended(trajectory=finished.trajectory, attempt=finished.attempt, reason=reason)  # type: ignore[arg-type]

@@ -65,12 +65,10 @@ class Run:
             store=store,
             processes=self._processes,
             recorder=self.recorder,
-            sampling=self.config.request_sampling(self.text.stop_ids),
-            decode=self.text.decode,
+            text=self.text,
             origin=origin,
             notice=notice,
         )
-        self.world.mixture = self.text.mixture
         self._evaluate(store)
         self._past = past
 
@@ -106,6 +104,7 @@ class Run:
             self.config.request_sampling(self.text.stop_ids, temperature=settings.temperature),
             settings.samples,
             settings.right,
+            self.config.reward.timeout_seconds,
             store,
             self.text.decode,
             self.world.evaluated,
