@@ -46,6 +46,8 @@ class EvaluationConfig(Config):
 
     every: int = Field(0, ge=0)
     """Steps between evaluations; 0 evaluates only when asked for by `dora-rl eval`."""
+    data: DataConfig | None = None
+    """Held-out problems from a source of their own; otherwise `data.held_out` rows are kept for it."""
     samples: int = Field(1, ge=1)
     """Responses to each prompt."""
     temperature: float = Field(1.0, ge=0)

@@ -19,10 +19,11 @@ from dora_rl.core import events as e
 from dora_rl.core.errors import IntegrityError, UserError
 from dora_rl.core.nouns import InstanceId, Nanoseconds, TrajectoryId
 from dora_rl.core.ports import drive
-from dora_rl.envs.data import Dataset, load
+from dora_rl.envs.data import Dataset, Problem, load
 from dora_rl.ledger.ledger import Ledger
 from dora_rl.models.loading import load_tokenizer
 from dora_rl.runtime.books import Books, Prompts
+from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.evaluation import Evaluation
 from dora_rl.runtime.folder import RunFolder
 from dora_rl.runtime.nursery import Nursery
@@ -95,10 +96,10 @@ class Run:
             self.folder.store(self.config).clear()
 
     def _evaluate(self, store: Any) -> None:
-        held_out = self.dataset.held_out
-        if not held_out or not self.config.evaluation.every:
-            return
         settings = self.config.evaluation
+        if not settings.every:
+            return
+        held_out = held_out_problems(self.config, self.dataset, self.folder)
         self.world.evaluation = Evaluation(
             [(problem, self.text.encode(problem)) for problem in held_out],
             self.config.request_sampling(self.text.stop_ids, temperature=settings.temperature),
@@ -129,6 +130,15 @@ class Run:
             for trajectory in group.trajectories:
                 self._books.recall(self._ledger, trajectory)
         return past
+
+
+def held_out_problems(config: RunConfig, dataset: Dataset, folder: RunFolder) -> Sequence[Problem]:
+    """The problems that evaluations ask."""
+    source = config.evaluation.data
+    problems = dataset.held_out if source is None else load(source, folder.base()).train
+    if not problems:
+        raise UserError("there is nothing to evaluate on: set data.held_out, or evaluation.data to a source")
+    return problems
 
 
 class _Watched:
