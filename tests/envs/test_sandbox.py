@@ -229,6 +229,11 @@ def test_limits_cannot_be_lifted_from_inside() -> None:
         assert "not allowed to raise" in outcome.stderr
 
 
+def test_root_has_no_capabilities_inside() -> None:
+    code = "import ctypes\nsets = (ctypes.c_uint32 * 6)()\nhead = (ctypes.c_uint32 * 2)(0x20080522, 0)\n"
+    assert run(code + "assert ctypes.CDLL(None).capget(head, sets) == 0\nprint(*sets)").stdout == "0 0 0 0 0 0\n"
+
+
 def test_calls_that_nobody_has_looked_at_do_not_exist() -> None:
     code = CALL + "for number in (451, 1000, 0x40000029):\n    assert call(number, 0, 0, 0) == -1\n"
     assert run(code + "    assert ctypes.get_errno() == 38\n").ok
