@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -15,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from dora_rl.core.errors import SandboxError
-from dora_rl.envs.sandbox import GUARANTEES, Outcome, Sandbox, SandboxLimits
+from dora_rl.envs import sandbox
+from dora_rl.envs.sandbox import GUARANTEES, Outcome, Sandbox, SandboxLimits, _library
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or Sandbox.guarantees() != GUARANTEES, reason="this system can't confine code"
@@ -229,6 +231,11 @@ def test_limits_cannot_be_lifted_from_inside() -> None:
         assert "not allowed to raise" in outcome.stderr
 
 
+def test_root_has_no_capabilities_inside() -> None:
+    code = "import ctypes\nsets = (ctypes.c_uint32 * 6)()\nhead = (ctypes.c_uint32 * 2)(0x20080522, 0)\n"
+    assert run(code + "assert ctypes.CDLL(None).capget(head, sets) == 0\nprint(*sets)").stdout == "0 0 0 0 0 0\n"
+
+
 def test_calls_that_nobody_has_looked_at_do_not_exist() -> None:
     code = CALL + "for number in (451, 1000, 0x40000029):\n    assert call(number, 0, 0, 0) == -1\n"
     assert run(code + "    assert ctypes.get_errno() == 38\n").ok
@@ -326,18 +333,27 @@ def test_less_than_everything_is_refused_unless_told() -> None:
         Sandbox(guards=GUARANTEES - {"network"})
 
 
-def test_a_system_that_cannot_filter_is_refused() -> None:
-    """Inside the sandbox itself no second one can be set up: no process can be made."""
-    program = f"""
-import sys
-sys.path.insert(0, {str(Path(__file__).parents[2] / "src")!r})
-from dora_rl.envs.jail import inside, kernel, landlock, seccomp
-seccomp._MACHINES.clear()
-plan = {{"guards": ["files", "network"], "limits": {{"written": 10**6, "open_files": 64}}, "readable": []}}
-print(sorted(inside._lock_in(plan)))
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert done.stdout == "['files', 'network']\n", done.stderr
+@pytest.mark.parametrize(
+    ("lacking", "missing"),
+    [
+        ("seccomp._MACHINES.clear()", ["files", "memory", "network", "processes"]),
+        ("landlock._CREATE = 9999", ["files"]),
+    ],
+)
+@pytest.mark.parametrize("strict", [True, False])
+def test_where_the_kernel_lacks_something_code_runs_only_if_told(
+    lacking: str, missing: list[str], strict: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "main.py").write_text("print('ran')")
+    limits = {"written": 10**6, "open_files": 64, "memory": 1 << 30, "cpu": 10}
+    plan = {"parent": os.getpid(), "report": str(tmp_path / "report"), "strict": strict, "limits": limits}
+    plan |= {"guards": sorted(GUARANTEES), "readable": sorted(_library())}
+    source = str(Path(sandbox.__file__).parents[2])
+    program = f"import sys; sys.path.insert(0, {source!r}); from dora_rl.envs.jail import inside, landlock, seccomp; "
+    command = [sys.executable, "-I", "-c", program + lacking + "; inside.main()", json.dumps(plan)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert sorted(json.loads((tmp_path / "report").read_text())) == missing, done.stderr
+    assert done.stdout == ("" if strict else "ran\n")
 
 
 def children() -> list[int]:
