@@ -15,7 +15,7 @@ from dora_rl.core import commands as c
 from dora_rl.core import events as e
 from dora_rl.core.errors import ConfigError, IntegrityError, UserError
 from dora_rl.core.nouns import SECOND, DecodeCost, InstanceSpec, Prompt, SlotId
-from dora_rl.sim.chaos import fingerprint
+from dora_rl.sim.fakes import fingerprint
 from tests.schedules import run_schedule
 
 CONFIG = ControlConfig(groups_per_step=2, group_size=2, max_response_tokens=64, max_staleness=1)

@@ -157,9 +157,9 @@ def test_plan_leaves_out_only_what_cannot_win(tmp_path: Path) -> None:
 
 def test_plan_considers_slots_and_leaves_out_what_does_not_fit() -> None:
     assert {candidate.slots for candidate in candidates(preset("laptop"))} == {1, 2}
-    # Two sets of a 32B model's weights leave two devices of 80 GB too little room for KV.
-    alone = {candidate.slots for candidate in candidates(preset("paper-64")) if candidate.config.rollout.devices == 2}
-    assert alone == {1}
+    # Two sets of a 32B model's weights leave two devices of 60 GB no room for KV, but four have it.
+    small = candidates(preset("paper-64", ["hardware.memory_bytes=60e9"]))
+    assert {(it.config.rollout.devices, it.slots) for it in small} == {(2, 1), (4, 1), (4, 2)}
 
 
 def test_elastic_roles_use_the_trainers_devices() -> None:
