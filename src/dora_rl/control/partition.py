@@ -133,7 +133,6 @@ class Partition:
         if version == self._rollout_version:
             return False
         self._rollout_version = version
-        self._rollout.forget_room()
         for slot in self._slots():
             self._rollout.touch(slot)
         return True
