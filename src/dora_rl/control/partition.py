@@ -320,9 +320,8 @@ class Partition:
             trajectory = stranded[-1]
             source = trajectory.slot
             if source is not None and source.instance.paused and trajectory.stage is Stage.RUNNING:
-                fits = slot.instance.has_room(requests + 1, tokens + trajectory.context, share)
-                if not fits and (requests or slot.instance.active):
-                    break  # an instance with nothing on it takes any request
+                if not slot.instance.has_room(requests + 1, tokens + trajectory.context, share):
+                    break
                 requests += 1
                 tokens += trajectory.context
                 moves.setdefault(source.id, []).append(trajectory)
