@@ -217,7 +217,6 @@ class Orchestrator:
                 self._partition.resumed(instance)
         if paused:
             self._partition.paused(changed)
-        self._rebalance = self._rebalance or bool(changed)
 
     # -- instances --------------------------------------------------------------------------------------------
 
