@@ -187,8 +187,8 @@ class Orchestrator:
 
     def _look_at(self, slot: Slot) -> None:
         """The slot's load has changed: fill it if it is empty, offer its room, or see whether it can be spared."""
+        self._partition.take_in_stranded(slot)  # before it is filled: else it would go to another version
         self._partition.fill(slot)
-        self._partition.take_in_stranded(slot)
         self._offer_room(slot.instance)
         if slot.serving is not None and slot.version != self._context.rollout_version():
             self._partition.consolidate(slot.serving)
@@ -217,6 +217,7 @@ class Orchestrator:
                 self._partition.resumed(instance)
         if paused:
             self._partition.paused(changed)
+        self._rebalance = self._rebalance or bool(changed)
 
     # -- instances --------------------------------------------------------------------------------------------
 
