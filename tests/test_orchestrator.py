@@ -5,16 +5,17 @@ from __future__ import annotations
 import random
 
 import pytest
+from msgspec.structs import replace
 
-from dora_rl.control.config import ControlConfig
+from dora_rl.control.config import ControlConfig, ModeName
 from dora_rl.control.orchestrator import Orchestrator
 from dora_rl.control.placement import Facts, VersionFacts, deadline, proportional
 from dora_rl.control.predict import LengthPredictor
 from dora_rl.core import commands as c
 from dora_rl.core import events as e
-from dora_rl.core.errors import ConfigError, IntegrityError
+from dora_rl.core.errors import ConfigError, IntegrityError, UserError
 from dora_rl.core.nouns import SECOND, DecodeCost, InstanceSpec, Prompt, SlotId
-from dora_rl.sim.chaos import fingerprint
+from dora_rl.sim.fakes import fingerprint
 from tests.schedules import run_schedule
 
 CONFIG = ControlConfig(groups_per_step=2, group_size=2, max_response_tokens=64, max_staleness=1)
@@ -92,6 +93,56 @@ def test_what_does_not_fit_an_instance_is_refused_when_it_joins() -> None:
         Orchestrator(CONFIG).step(e.InstanceJoined(spec=InstanceSpec(instance="a", max_requests=4, kv_tokens=10)), 0)
 
 
+def started_groups(commands: list[c.Command]) -> int:
+    return sum(isinstance(command, c.StartGroup) for command in commands)
+
+
+def test_a_larger_bound_opens_admission_at_once() -> None:
+    """K = 0 with a step's groups begun: an empty instance stays empty until the bound is raised."""
+    orchestrator = started(CONFIG.model_copy(update={"max_staleness": 0}))
+    orchestrator.step(e.InstanceJoined(spec=InstanceSpec(instance="b", max_requests=4, kv_tokens=10_000)), 1)
+    loaded = e.SlotLoaded(slot=SlotId("b", 0), version=0, fingerprint=fingerprint(0))
+    assert not started_groups(orchestrator.step(loaded, 2))
+    assert started_groups(orchestrator.step(e.BoundChanged(max_staleness=1), 3)) == 2
+    assert orchestrator.snapshot().max_staleness == 1
+
+
+def test_a_smaller_bound_waits_until_the_untrained_groups_fit() -> None:
+    """K = 1 falls to 0 with 2 * B groups untrained: nothing is admitted until the first step is published."""
+    orchestrator = started()
+    orchestrator.step(e.InstanceJoined(spec=InstanceSpec(instance="b", max_requests=4, kv_tokens=10_000)), 1)
+    orchestrator.step(e.SlotLoaded(slot=SlotId("b", 0), version=0, fingerprint=fingerprint(0)), 2)
+    assert orchestrator.snapshot().untrained == {0: 4}
+    orchestrator.step(e.BoundChanged(max_staleness=0), 3)
+    commands = []
+    for trajectory in range(8):  # all of version 0, the half of them on the other instance
+        event = generated(trajectory) if trajectory < 4 else replace(generated(trajectory), instance="b")
+        commands += orchestrator.step(event, 4)
+        commands += orchestrator.step(e.Scored(trajectory=trajectory, reward=1.0), 4)
+    commands += orchestrator.step(e.Trained(step=0, attempt=1), 5)
+    commands += orchestrator.step(e.Published(version=1, attempt=1, fingerprint=fingerprint(1)), 6)
+    for instance in ("a", "b"):
+        commands += orchestrator.step(e.SlotLoaded(slot=SlotId(instance, 0), version=1, fingerprint=fingerprint(1)), 7)
+    assert not started_groups(commands)
+    # The other half was admitted under K = 1 and is trained at staleness 1.
+    assert [command.groups for command in commands if isinstance(command, c.Apply)] == [(0, 1), (2, 3)]
+
+
+@pytest.mark.parametrize("mode", ["sync", "one_step_off", "partial"])
+def test_only_dora_takes_another_bound_and_a_refusal_changes_nothing(mode: ModeName) -> None:
+    orchestrator = started(CONFIG.model_copy(update={"mode": mode}))
+    before = orchestrator.snapshot()
+    with pytest.raises(UserError, match="only 'dora' can change it"):
+        orchestrator.step(e.BoundChanged(max_staleness=2), 1)
+    assert orchestrator.snapshot() == before
+
+
+@pytest.mark.parametrize("bound", [-1, 65])
+def test_an_impossible_bound_is_refused(bound: int) -> None:
+    with pytest.raises(UserError, match="between 0 and 64"):
+        started().step(e.BoundChanged(max_staleness=bound), 1)
+
+
 def test_when_nothing_moves_the_watchdog_says_who_waits_for_what() -> None:
     orchestrator = started(
         CONFIG.model_copy(update={"deadlines": CONFIG.deadlines.model_copy(update={"heartbeat": 1e6})})
@@ -147,6 +198,46 @@ def test_a_version_that_lost_its_only_slot_takes_over_one_of_the_newest() -> Non
     assert slots["b"].leaving
     tell(e.Tick())
     assert not any(isinstance(command, c.StartGroup) for command in commands)
+
+
+def test_requests_on_a_paused_instance_go_on_although_no_other_slot_has_their_version() -> None:
+    """Its devices train: another slot is given the version of what it holds, and takes it over."""
+    config = ControlConfig(groups_per_step=1, group_size=1, max_response_tokens=64, max_staleness=3)
+    orchestrator = Orchestrator(config)
+    names = ("shared", "b", "c")
+    specs = [InstanceSpec(instance=it, max_requests=1, kv_tokens=10_000, shares_trainer=it == "shared") for it in names]
+    commands: list[c.Command] = []
+
+    def tell(*events: e.Event) -> None:
+        for event in events:
+            commands.extend(orchestrator.step(event, 0))
+
+    def end(trajectory: int, instance: str) -> None:
+        tell(replace(generated(trajectory), instance=instance))
+
+    def load(version: int, *instances: str) -> None:
+        for it in instances:
+            tell(e.SlotLoaded(slot=SlotId(it, 0), version=version, fingerprint=fingerprint(version)))
+
+    tell(*[e.InstanceJoined(spec=spec) for spec in specs])
+    tell(e.PromptsArrived(prompts=tuple(Prompt(key=str(number), tokens=8) for number in range(8))))
+    tell(e.TrainerReady(version=0), e.Published(version=0, attempt=1, fingerprint=fingerprint(0)))
+    load(0, *names)
+    began = {it.slot.instance: it.group for it in commands if isinstance(it, c.StartGroup)}
+    assert set(began) == set(names)
+    end(began["b"], "b")  # the next group begins there
+    tell(e.Scored(trajectory=began["b"], reward=1.0))
+    tell(e.Trained(step=0, attempt=1), e.Published(version=1, attempt=1, fingerprint=fingerprint(1)))
+    end(began["c"], "c")
+    end(3, "b")
+    tell(e.Scored(trajectory=3, reward=1.0))  # which pauses the shared instance; only it serves version 0 now
+    commands.clear()
+    load(1, "b")
+    loads = [it.slot.instance for it in commands if isinstance(it, c.LoadVersion) and it.version == 0]
+    assert loads == ["b"]
+    load(0, "b")
+    moves = [it for it in commands if isinstance(it, c.Move)]
+    assert [(it.source.instance, it.target.instance) for it in moves] == [("shared", "b")]
 
 
 def test_the_same_events_give_the_same_commands() -> None:

@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dora_rl.control.config import ControlConfig
+from dora_rl.control.admission import Admission
+from dora_rl.control.config import MOST_STALENESS, ControlConfig
 from dora_rl.control.context import Context
 from dora_rl.control.explain import Explainer
 from dora_rl.control.fleet import Instance, Slot
@@ -43,6 +44,7 @@ class Orchestrator:
         self._context = Context(config, make_mode(config))
         self._training = Training(self._context)
         self._rollout = Rollout(self._context, self._training)
+        self._admission = Admission(self._context, self._rollout)
         self._partition = Partition(self._context, self._rollout, self._training)
         self._explainer = Explainer(self._context, self._training)
         self._rebalance = False
@@ -71,6 +73,7 @@ class Orchestrator:
             e.Checkpointed: self._on_checkpointed,
             e.TrainerLost: self._on_trainer_lost,
             e.TrainerReady: self._on_trainer_ready,
+            e.BoundChanged: self._on_bound_changed,
             e.Tick: lambda _: False,
         }
 
@@ -78,6 +81,8 @@ class Orchestrator:
         """Take notice of an event and say what to do about it."""
         context = self._context
         assert now >= context.now, "time ran backwards"
+        if isinstance(event, e.BoundChanged):
+            self._check_bound(event.max_staleness)  # before anything is touched: a run survives a refusal
         context.now = now
         context.out = []
         if not self._started:
@@ -114,6 +119,7 @@ class Orchestrator:
         return Snapshot(
             newest=context.newest,
             rollout_version=context.rollout_version(),
+            max_staleness=context.mode.staleness,
             admissible=context.admissible(),
             untrained=dict(context.ledger.untrained),
             waiting={version: len(queue) for version, queue in self._rollout.waiting.items()},
@@ -156,7 +162,8 @@ class Orchestrator:
         rollout, partition = self._rollout, self._partition
         if self._training.collect():
             self._pause(paused=True)
-        partition.notice_rollout_version()
+        if partition.notice_rollout_version():
+            self._admission.forget_room()
         # What is done for one slot can touch others, so look until all is at rest; explain at the end what was seen.
         seen: dict[SlotId, Slot] = {}
         while True:
@@ -172,7 +179,7 @@ class Orchestrator:
                 partition.rebalance()
             if not rollout.touched:
                 break
-        rollout.admit()
+        self._admission.admit()
         partition.retire()
         seen |= rollout.touched
         rollout.touched = {}
@@ -180,8 +187,8 @@ class Orchestrator:
 
     def _look_at(self, slot: Slot) -> None:
         """The slot's load has changed: fill it if it is empty, offer its room, or see whether it can be spared."""
+        self._partition.take_in_stranded(slot)  # before it is filled: else it would go to another version
         self._partition.fill(slot)
-        self._partition.take_in_stranded(slot)
         self._offer_room(slot.instance)
         if slot.serving is not None and slot.version != self._context.rollout_version():
             self._partition.consolidate(slot.serving)
@@ -191,7 +198,7 @@ class Orchestrator:
         version = self._context.rollout_version()
         for slot in instance.slots:
             if slot.serving is not None and slot.version == version:
-                self._rollout.offer_room(slot)
+                self._admission.offer_room(slot)
 
     def _pause(self, *, paused: bool) -> None:
         """Instances on the trainer's devices stop while it computes."""
@@ -210,6 +217,7 @@ class Orchestrator:
                 self._partition.resumed(instance)
         if paused:
             self._partition.paused(changed)
+        self._rebalance = self._rebalance or bool(changed)
 
     # -- instances --------------------------------------------------------------------------------------------
 
@@ -281,7 +289,7 @@ class Orchestrator:
     # -- prompts and trainer ----------------------------------------------------------------------------------
 
     def _on_prompts(self, event: e.PromptsArrived) -> bool:
-        self._rollout.prompts_arrived()
+        self._admission.prompts_arrived()
         self._context.prompts.extend(event.prompts)
         self._context.prompts_ended = self._context.prompts_ended or event.last
         return bool(event.prompts)
@@ -312,6 +320,19 @@ class Orchestrator:
     def _on_trainer_ready(self, event: e.TrainerReady) -> bool:
         self._training.ready(event.version)
         self._pause(paused=self._training.stage is TrainerStage.TRAINING)
+        return True
+
+    def _check_bound(self, staleness: int) -> None:
+        if not self._context.mode.rebounds:
+            raise ConfigError(
+                f"'max_staleness': mode {self.config.mode} keeps its bound while it runs: only 'dora' can change it"
+            )
+        if not 0 <= staleness <= MOST_STALENESS:
+            raise ConfigError(f"'max_staleness': {staleness} is not between 0 and {MOST_STALENESS}")
+
+    def _on_bound_changed(self, event: e.BoundChanged) -> bool:
+        self._context.mode.rebound(event.max_staleness)
+        self._training.pace()
         return True
 
     # -- deadlines --------------------------------------------------------------------------------------------
