@@ -158,7 +158,7 @@ class Scheduler:
             if sequence.row < 0 or not self._room(1, sequence):
                 continue
             position_now = int(batch.position[sequence.row])
-            if position_now % size == 0:
+            if position_now // size == len(sequence.blocks):
                 sequence.blocks.append(self.pool.take())
             elif self.pool.holders[sequence.blocks[-1]] > 1:
                 self._own_last(sequence)
