@@ -44,9 +44,9 @@ class Lengths(NamedTuple):
 
 # The three have about the same mean, so that a step costs the same number of tokens with each.
 TAILS: dict[Tail, Lengths] = {
-    "light": Lengths(12.5, 0.3),
-    "medium": Lengths(10.5, 0.6),
-    "heavy": Lengths(7.0, 1.25),
+    "light": Lengths(9.5, 0.3),
+    "medium": Lengths(8.5, 0.6),
+    "heavy": Lengths(5.0, 1.3),
 }
 
 
@@ -59,34 +59,34 @@ class Row(TypedDict):
 
 
 class Problem(NamedTuple):
-    """What the last digit of count * addend + digit is."""
+    """What the last digit of times * addend + digit is."""
 
-    count: int
+    times: int
     addend: int
     digit: int
 
     def __str__(self) -> str:
-        return f"{self.count}*{self.addend}+{self.digit}"
+        return f"{self.times}*{self.addend}+{self.digit}"
 
     def then(self) -> Problem:
         """One addition later."""
-        return Problem(self.count - 1, self.addend, (self.digit + self.addend) % 10)
+        return Problem(self.times - 1, self.addend, (self.digit + self.addend) % 10)
 
     @property
     def answer(self) -> int:
-        return (self.count * self.addend + self.digit) % 10
+        return (self.times * self.addend + self.digit) % 10
 
     @property
     def held_out(self) -> bool:
         return zlib.crc32(str(self).encode()) % HELD_OUT == 0
 
     def row(self) -> Row:
-        return Row(prompt=f"{self}=", answer=str(self.answer), steps=self.count)
+        return Row(prompt=f"{self}=", answer=str(self.answer), steps=self.times)
 
 
 def problems(count: int = 4096, seed: int = 0, split: Split = "train", tail: Tail = "heavy") -> Iterator[Row]:
     """So many rows; the same for the same arguments."""
-    dice = random.Random(f"{seed} {split} {tail}")  # noqa: S311
+    dice = random.Random(f"{seed} {split} {tail}")
     for _ in range(count):
         yield draw(dice, split, tail).row()
 
@@ -100,16 +100,16 @@ def draw(dice: random.Random, split: Split, tail: Tail) -> Problem:
     """One problem. What falls outside the bounds or into the other split is drawn again."""
     lengths = TAILS[tail]
     while True:
-        count = round(dice.lognormvariate(math.log(lengths.median), lengths.sigma))
-        problem = Problem(count, dice.randint(1, 9), dice.randint(0, 9))
-        if 1 <= count <= LONGEST and problem.held_out == (split == "held_out"):
+        times = round(dice.lognormvariate(math.log(lengths.median), lengths.sigma))
+        problem = Problem(times, dice.randint(1, 9), dice.randint(0, 9))
+        if 1 <= times <= LONGEST and problem.held_out == (split == "held_out"):
             return problem
 
 
 def chain(problem: Problem) -> list[str]:
     """The parts of the right response: what stands between its equals signs."""
     parts: list[str] = []
-    while problem.count:
+    while problem.times:
         problem = problem.then()
         parts.append(str(problem))
     return [*parts, str(problem.digit)]
