@@ -82,7 +82,7 @@ def test_the_same_arguments_give_the_same_problems() -> None:
     assert list(task.problems(50, seed=1)) == list(task.problems(50, seed=1))
     assert list(task.problems(50, seed=1)) != list(task.problems(50, seed=2))
     # Written down, so that they are the same on any machine.
-    assert [row["prompt"] for row in task.problems(3)] == ["3*9+9=", "2*9+5=", "2*4+0="]
+    assert [row["prompt"] for row in task.problems(3)] == ["5*9+9=", "7*5+3=", "1*5+1="]
 
 
 def test_no_prompt_is_both_trained_and_held_out() -> None:
@@ -95,8 +95,8 @@ def test_the_tail_of_lengths(tail: str, low: float, high: float) -> None:
     rows = list(task.problems(5000, tail=tail))
     lengths = np.array([len(task.solution(row["prompt"])) + 1 for row in rows])
     assert low <= np.percentile(lengths, 99) / np.median(lengths) <= high
-    assert 30 <= np.median(lengths) <= 60
-    assert 55 <= lengths.mean() <= 80
+    assert 30 <= np.median(lengths) <= 90
+    assert 75 <= lengths.mean() <= 100
     assert lengths.max() <= task.MAX_TOKENS
 
 

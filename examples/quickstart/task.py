@@ -44,9 +44,9 @@ class Lengths(NamedTuple):
 
 # The three have about the same mean, so that a step costs the same number of tokens with each.
 TAILS: dict[Tail, Lengths] = {
-    "light": Lengths(9.5, 0.3),
-    "medium": Lengths(8.5, 0.6),
-    "heavy": Lengths(5.0, 1.3),
+    "light": Lengths(12.5, 0.3),
+    "medium": Lengths(10.5, 0.6),
+    "heavy": Lengths(7.0, 1.25),
 }
 
 
