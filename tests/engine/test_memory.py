@@ -131,3 +131,15 @@ def test_the_pool_tells_misuse() -> None:
         pool.release([block])
     with pytest.raises(AssertionError, match="can't be shared"):
         pool.share([block])
+
+
+def test_a_request_that_others_join_takes_no_more_blocks_than_its_tokens() -> None:
+    """Arrivals at every step, also where a block begins, and a response that fills the context."""
+    engine = tiny.engine(tiny.model("llama"), max_context=48, stream_every=16)
+    listener = Listener()
+    for arrival in range(40):
+        sampling = Sampling(max_tokens=48 if arrival == 0 else 1)
+        engine.submit(Request(trajectory=arrival, version=0, prompt=(3 + arrival, 4), sampling=sampling))
+        listener.hear(engine.step())
+    listener.run(engine)
+    assert listener.finished[0].tokens == 46
