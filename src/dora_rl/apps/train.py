@@ -79,7 +79,11 @@ def read_config(path: Path, settings: list[str]) -> RunConfig:
     """The config of a file with dotted settings on top."""
     from dora_rl.runtime.config import RunConfig
 
-    return build(RunConfig, override(read_toml(path), settings), str(path))
+    config = build(RunConfig, override(read_toml(path), settings), str(path))
+    beside = path.resolve().parent / config.model.path
+    if not beside.exists():
+        return config  # a name on the hub, or a path that loading will complain of
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(beside)})})
 
 
 def print_config(config: RunConfig) -> None:

@@ -121,7 +121,7 @@ class RunConfig(Config):
     weights: Literal["disk", "memory"] = "disk"
     """Where published versions live: on disk they survive a power loss, in shared memory publishing is quicker."""
     out: str = "runs"
-    """Folder for runs."""
+    """Folder for runs, from where the command is given; other paths start at the config file."""
 
     @model_validator(mode="after")
     def _agree(self) -> Self:

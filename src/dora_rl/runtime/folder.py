@@ -50,9 +50,9 @@ class RunFolder:
 
     @classmethod
     def create(cls, config: RunConfig, base: Path, name: str | None = None) -> RunFolder:
-        """A fresh folder under the config's `out`, with the config in it."""
+        """A fresh folder under the config's `out`, with the config in it; `base` is where its other paths start."""
         stem = name or time.strftime("%Y%m%d-%H%M%S")
-        parent = base / config.out
+        parent = Path(config.out)
         path = parent / stem
         for number in range(2, 1000):
             if not path.exists():

@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from typing import Any
 
@@ -34,6 +35,8 @@ from dora_rl.runtime.source import StoreWeights
 
 _GATHER = 0.03
 """Seconds for which reports are gathered when nothing hangs on them."""
+_MODESTY = 5
+"""Added to the niceness of the process."""
 _NAP = 0.002
 """Seconds between two looks at a slot that is loading."""
 
@@ -42,6 +45,8 @@ class Instance:
     """The process."""
 
     def __init__(self, start: m.Start, channel: Channel[m.ToProcess]) -> None:
+        # Who consumes comes first: the trainer takes what it needs of shared cores, rollout has all the rest.
+        os.nice(_MODESTY)
         torch.set_num_threads(start.threads)
         folder = RunFolder.open(start.folder)
         config = folder.parse(start.config)
