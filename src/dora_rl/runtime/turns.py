@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from dora_rl.core import events as e
-from dora_rl.core.nouns import Attempt, SlotId, TrajectoryId
+from dora_rl.core.nouns import Attempt, InstanceId, SlotId, TrajectoryId
 from dora_rl.ledger.ledger import Ledger, SaidRow
 from dora_rl.runtime import messages as m
 from dora_rl.runtime.books import Books
@@ -97,9 +97,13 @@ class Turns:
         self._place.pop(trajectory, None)
         self._waiting.pop(trajectory, None)
 
-    def refused(self, trajectory: TrajectoryId) -> None:
-        """An instance did not have it parked: it is being moved, or lost; where it arrives it is told again."""
-        self._unheard.add(trajectory)
+    def refused(self, trajectory: TrajectoryId, by: InstanceId) -> None:
+        """An instance did not have it parked: it is being moved, or has been; where it arrives it is told again."""
+        place = self._place.get(trajectory)
+        if place is not None and place.instance != by:
+            self._go_on(trajectory)
+        elif place is not None:
+            self._unheard.add(trajectory)
 
     def score(self, trajectory: TrajectoryId, answer: Callable[[m.Judged], None]) -> None:
         """The verdict of its session."""

@@ -235,7 +235,7 @@ class LocalWorld:
                 self._moves.imported(message)
             case m.Refused(trajectory=trajectory):
                 assert self._turns is not None
-                self._turns.refused(trajectory)
+                self._turns.refused(trajectory, process.name)
             case m.Spent():
                 self.recorder.spent(process.name, message)
             case m.Counted(figures=figures):
