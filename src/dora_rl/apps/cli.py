@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from dora_rl.apps.generate import generate
+from dora_rl.apps.report import report
 from dora_rl.apps.sft import sft
 from dora_rl.apps.simulate import plan_command, sim
 from dora_rl.apps.train import train
@@ -40,6 +41,7 @@ app.command("plan")(plan_command)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(train)
 app.command()(sft)
 app.command()(generate)
+app.command()(report)
 
 
 def main() -> None:
