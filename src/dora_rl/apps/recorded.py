@@ -94,7 +94,7 @@ def read_metrics(folder: RunFolder) -> Metrics:
 def read_windows(folder: RunFolder) -> Iterator[Window]:
     """Where the time went, in the order of writing."""
     for record in lines(folder.activity):
-        if "who" in record:
+        if "shares" in record:
             shares = [(label, version, cause, spent) for label, version, cause, spent in record["shares"]]
             yield Window(record["who"], record["start"], record["end"], shares)
 
@@ -151,6 +151,15 @@ def _drained(ask: sqlite3.Connection) -> bool:
         return False
     (waiting,) = ask.execute("SELECT (SELECT count(*) FROM prompts) - (SELECT count(*) FROM groups)").fetchone()
     return bool(waiting == 0)
+
+
+def is_run(path: Path) -> bool:
+    """The folder of a run; a model's folder has a `config.json` too, of another kind."""
+    try:
+        document = json.loads((path / "config.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(document, dict) and {"base", "config"} <= document.keys()
 
 
 def going_on(folder: RunFolder) -> bool:
