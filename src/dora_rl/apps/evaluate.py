@@ -93,7 +93,8 @@ def interval(means: list[float], samples: int) -> tuple[float, float]:
     mean = statistics.fmean(means)
     prompts = len(means)
     spread = statistics.variance(means) / prompts if prompts > 1 else 0.0
-    worth = mean * (1 - mean) / spread if spread else prompts
+    binomial = mean * (1 - mean)
+    worth = binomial / spread if spread else prompts * samples if binomial else prompts
     count = min(max(worth, prompts), prompts * samples)
     square = _NORMAL**2 / count
     middle = (mean + square / 2) / (1 + square)

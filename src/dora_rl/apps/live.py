@@ -20,8 +20,8 @@ from rich.table import Table
 from rich.text import Text
 
 from dora_rl.apps.figures import duration, histogram, idle
-from dora_rl.apps.recorded import read_metrics
-from dora_rl.apps.summary import ACCURACY, REWARD, occupancy, shares
+from dora_rl.apps.recorded import read_facts, read_metrics, read_windows
+from dora_rl.apps.summary import ACCURACY, REWARD, occupancy, shares, totals
 from dora_rl.core.labels import Label
 from dora_rl.core.nouns import SECOND
 
@@ -46,10 +46,13 @@ class Watch:
         self._due = 0.0
         self._seen = 0
         """Steps of this process that are in the figures below."""
+        # A run that goes on has a past, of which the recorder knows nothing.
         past = read_metrics(run.folder)
         self._rewards = [one[REWARD] for one in past.steps.values()]
         self._accuracy = [(version, one[ACCURACY]) for version, one in past.evaluations.items()]
         self._evaluated = 0
+        self._staleness = read_facts(run.folder).staleness
+        self._time, _ = totals(read_windows(run.folder))
         self._recent: deque[tuple[float, float]] = deque(maxlen=_RECENT)
         """Tokens and seconds of a step."""
         self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
@@ -65,22 +68,28 @@ class Watch:
     ) -> None:
         if self._live is not None:
             self._live.stop()
+        else:
+            self._print()
 
     def __call__(self) -> None:
         """Something has happened."""
+        if self._live is None:
+            self._print()
+        else:
+            self._draw()
+
+    def _print(self) -> None:
+        if self._catch_up():
+            self._console.print(self.line(), highlight=False, markup=False, soft_wrap=True)
+
+    def _draw(self) -> None:
         now = time.monotonic()
         if now < self._due:
             return
-        fresh = self._catch_up()
-        if self._live is not None:
-            self._draw()
-        elif fresh:
-            self._console.print(self.line(), highlight=False, markup=False, soft_wrap=True)
-        self._due = now + max(_INTERVAL if self._live is not None else 0.0, _PRICE * (time.monotonic() - now))
-
-    def _draw(self) -> None:
         assert self._live is not None
+        self._catch_up()
         self._live.update(self.panel(), refresh=True)
+        self._due = now + max(_INTERVAL, _PRICE * (time.monotonic() - now))
 
     def _catch_up(self) -> bool:
         """Take in what the recorder has got since; True if a step is over."""
@@ -139,10 +148,11 @@ class Watch:
             rows.append(
                 ("held-out", f"{before:.1%} (v{first})" + (f" -> {now:.1%} (v{last})" if last != first else ""))
             )
-        rows.append(("rollout", f"{self._rate:,.0f} tokens/s trained, occupancy {occupancy(recorder.time):.0%}"))
+        spent = self._time + recorder.time
+        rows.append(("rollout", f"{self._rate:,.0f} tokens/s trained, occupancy {occupancy(spent):.0%}"))
         rows.append(("versions", self._versions()))
-        rows.append(("staleness", histogram(recorder.staleness) or "nothing trained yet"))
-        rows.append(("slots idle", idle(shares(recorder.time)) or "never"))
+        rows.append(("staleness", histogram(self._staleness + recorder.staleness) or "nothing trained yet"))
+        rows.append(("slots idle", idle(shares(spent)) or "never"))
         rows.append(("trainer", self._trainer()))
         return rows
 
@@ -181,8 +191,10 @@ class Watch:
     def _left(self) -> str:
         so_far = duration(self._run.world.now() / SECOND)
         steps = self._run.config.control.steps
-        if steps is None or not self._recent:
-            return f"{so_far} so far" if self._recent else "starting"
+        if not self._recent:
+            return "starting"
+        if steps is None or steps == self._done:
+            return f"{so_far} so far"
         each = sum(seconds for _, seconds in self._recent) / len(self._recent)
         return f"{so_far} so far, about {duration(each * (steps - self._done))} left"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
@@ -95,20 +96,21 @@ def print_config(config: RunConfig) -> None:
     sys.stdout.write(tomli_w.dumps(config.model_dump(mode="json", exclude_none=True)))
 
 
-def go_on(folder: RunFolder) -> None:
+def go_on(folder: RunFolder, console: Console | None = None) -> None:
     """Carry a run to its end, or to an interrupt."""
     from dora_rl.apps.live import Watch
     from dora_rl.runtime.run import Run
 
-    console = Console()
-    console.print(f"run {folder.path}", highlight=False)
-    run = Run(folder, notice=lambda text: console.print(text, highlight=False, markup=False))
+    console = console or Console()
+    say = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    say(f"run {folder.path}")
+    run = Run(folder, notice=say)
 
     def interrupt(*_: object) -> None:
         if run.world.stopping:
             os._exit(INTERRUPTED)  # the processes end with their supervisor
         run.world.stopping = True
-        console.print("stopping; everything finished is kept. Once more to stop at once.", highlight=False)
+        say("stopping; everything finished is kept. Once more to stop at once.")
 
     before = signal.signal(signal.SIGINT, interrupt)
     signal.signal(signal.SIGTERM, interrupt)
@@ -118,7 +120,7 @@ def go_on(folder: RunFolder) -> None:
     finally:
         signal.signal(signal.SIGINT, before)
     if run.world.stopping and not run.orchestrator.finished:
-        console.print(f"go on with: dora-rl train --resume {folder.path}", highlight=False)
+        say(f"go on with: dora-rl train --resume {folder.path}")
         sys.exit(INTERRUPTED)
     conclude(folder, console)
 
