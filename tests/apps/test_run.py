@@ -221,3 +221,21 @@ def test_eval_says_what_it_needs(made_run: MadeRun, arguments: list[str], compla
     done = run("eval", *[places.get(one, one) for one in arguments])
     assert isinstance(done.exception, UserError)
     assert complaint in str(done.exception)
+
+
+# -- the documents ----------------------------------------------------------------------------------------------
+
+
+def test_every_metric_is_in_the_glossary(made_run: MadeRun) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "running.md").read_text()
+    known: set[str] = set()
+    for row in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE):
+        first, *others = re.findall(r"`([^`]+)`", row)
+        folder = first.rpartition("/")[0]
+        known |= {first, *others, *(first + other for other in others), *(f"{folder}/{other}" for other in others)}
+    metrics = recorded.read_metrics(made_run.folder)
+    names = {name for record in metrics.steps.values() for name in record} - {"step", "version", "time"}
+    names = {
+        re.sub(r"(?<=staleness_)\d+|(?<=^idle/).*", lambda it: "N" if it[0].isdigit() else "CAUSE", n) for n in names
+    }
+    assert names - known == set()

@@ -25,7 +25,7 @@ _BINS = 24
 _SAMPLES = 12
 _LONGEST = 4000
 """Characters of a sample's text that are shown."""
-_ORDER = (Label.LOAD, Label.REPREFILL, Label.PREFILL, Label.DECODE, Label.TRAIN, Label.PUBLISH, Label.MIGRATE)
+_ORDER = (Label.LOAD, Label.PUBLISH, Label.REPREFILL, Label.PREFILL, Label.DECODE, Label.TRAIN, Label.MIGRATE)
 
 
 def report(run: Annotated[Path, typer.Argument(help="Folder of a run, finished or not.")]) -> None:
@@ -78,7 +78,7 @@ def _points(records: Iterable[dict[str, Any]], x: str, y: str) -> list[list[floa
 
 def _lengths(lengths: dict[int, list[int]]) -> dict[str, Any]:
     ranked = {step: sorted(some) for step, some in lengths.items()}
-    shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "most": 1.0}
+    shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
     curves = {
         name: [[step + 1, percentile(some, share)] for step, some in ranked.items()] for name, share in shares.items()
     }

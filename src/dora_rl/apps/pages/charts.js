@@ -15,7 +15,7 @@ function chart(title, { series, x = "step", share = false, floor = 0, format = s
   svg += `<text x="${(left + W - right) / 2}" y="${H - 3}" text-anchor="middle">${x}</text>`;
   for (const one of drawn) {
     const path = one.points.map(p => `${px(p[0]).toFixed(1)},${py(p[1]).toFixed(1)}`).join(" ");
-    svg += `<polyline points="${path}" style="stroke: var(${one.colour})${one.thin ? "; stroke-width: 1" : ""}"/>`;
+    svg += `<polyline points="${path}" style="stroke: var(${one.colour})"/>`;
     if (one.dots || one.points.length < 3) svg += one.points.map(p => `<circle cx="${px(p[0])}" cy="${py(p[1])}" r="3.5" style="fill: var(${one.colour})"/>`).join("");
   }
   svg += `<line class="cross" x1="0" x2="0" y1="${top}" y2="${H - bottom}" visibility="hidden"/>`;
