@@ -54,8 +54,8 @@ def test_the_ledgers_time_is_added_up_over_all_processes_of_a_run(tmp_path: Path
 def test_a_lost_process_is_a_note_and_not_a_window(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     write(folder.activity, {"note": "lost", "at": 5, "who": "i0.1", "reason": "killed"})
-    assert list(recorded.read_windows(folder)) == []
-    assert len(recorded.read_notes(folder)) == 1
+    windows, notes = recorded.read_activity(folder)
+    assert (len(windows), len(notes)) == (0, 1)
 
 
 def test_a_model_folder_is_not_a_run(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_lives_of_an_instance_share_a_row() -> None:
         window("i2.1/0", 0, ("decode", 0, "", 10)),
     ]
     moved = {"note": "moved", "at": 5, "source": "i2.1/0", "target": "i10.1/0", "count": 3}
-    timeline = run_timeline(windows, [moved])
+    timeline = run_timeline(recorded.Activity(windows, [moved]))
     assert timeline is not None
     assert list(timeline.slots) == [SlotId("i2", 0), SlotId("i10", 0)]
     assert [(one.start, one.end) for one in timeline.slots[SlotId("i2", 0)]] == [(0, 10), (30, 40)]
@@ -96,7 +96,8 @@ def test_lives_of_an_instance_share_a_row() -> None:
 
 def test_a_window_is_drawn_in_a_likely_order_and_adds_up() -> None:
     shares = [("idle", None, "trainer", 5), ("decode", 3, "", 20), ("load", 4, "", 2), ("decode", 4, "", 30)]
-    timeline = run_timeline([window("i0.1/0", 0, ("decode", 3, "", 9)), window("i0.1/0", 9, *reversed(shares))], [])
+    windows = [window("i0.1/0", 0, ("decode", 3, "", 9)), window("i0.1/0", 9, *reversed(shares))]
+    timeline = run_timeline(recorded.Activity(windows, []))
     assert timeline is not None
     (segments,) = timeline.slots.values()
     assert [(one.activity.label, one.activity.version) for one in segments[1:]] == [
@@ -109,7 +110,7 @@ def test_a_window_is_drawn_in_a_likely_order_and_adds_up() -> None:
 
 
 def test_nothing_recorded_has_no_timeline() -> None:
-    assert run_timeline([], []) is None
+    assert run_timeline(recorded.Activity([], [])) is None
 
 
 # -- small figures ----------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dora_rl.apps.figures import duration, histogram, idle
-from dora_rl.apps.recorded import read_facts, read_metrics, read_windows
+from dora_rl.apps.recorded import read_activity, read_facts, read_metrics
 from dora_rl.apps.summary import ACCURACY, REWARD, occupancy, shares, totals
 from dora_rl.core.labels import Label
 from dora_rl.core.nouns import SECOND
@@ -52,7 +52,7 @@ class Watch:
         self._accuracy = [(version, one[ACCURACY]) for version, one in past.evaluations.items()]
         self._evaluated = 0
         self._staleness = read_facts(run.folder).staleness
-        self._time, _ = totals(read_windows(run.folder))
+        self._time, _ = totals(read_activity(run.folder).windows)
         self._recent: deque[tuple[float, float]] = deque(maxlen=_RECENT)
         """Tokens and seconds of a step."""
         self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None

@@ -33,6 +33,14 @@ class Window(NamedTuple):
     """Label, version, cause, time."""
 
 
+class Activity(NamedTuple):
+    """`activity.jsonl`."""
+
+    windows: list[Window]
+    notes: list[dict[str, Any]]
+    """Moves, published versions and lost processes."""
+
+
 class Metrics(NamedTuple):
     """`metrics.jsonl`: figures by step, and by evaluated version."""
 
@@ -91,17 +99,15 @@ def read_metrics(folder: RunFolder) -> Metrics:
     return Metrics(dict(sorted(steps.items())), dict(sorted(evaluations.items())), ledger)
 
 
-def read_windows(folder: RunFolder) -> Iterator[Window]:
-    """Where the time went, in the order of writing."""
+def read_activity(folder: RunFolder) -> Activity:
+    """Where the time went and what happened meanwhile, in the order of writing."""
+    windows, notes = [], []
     for record in lines(folder.activity):
-        if "shares" in record:
-            shares = [(label, version, cause, spent) for label, version, cause, spent in record["shares"]]
-            yield Window(record["who"], record["start"], record["end"], shares)
-
-
-def read_notes(folder: RunFolder) -> list[dict[str, Any]]:
-    """Moves, published versions and lost processes."""
-    return [record for record in lines(folder.activity) if "note" in record]
+        if "note" in record:
+            notes.append(record)
+        else:
+            windows.append(Window(record["who"], record["start"], record["end"], record["shares"]))
+    return Activity(windows, notes)
 
 
 def read_facts(folder: RunFolder) -> Facts:

@@ -18,7 +18,7 @@ from dora_rl.apps.summary import ACCURACY, REWARD, Summary, place, summarise
 from dora_rl.apps.timeline import drawn
 from dora_rl.core.accounting import Activity, Segment, Timeline
 from dora_rl.core.labels import Because, Cause, Label
-from dora_rl.core.nouns import Nanoseconds, SlotId
+from dora_rl.core.nouns import SECOND, Nanoseconds, SlotId
 from dora_rl.runtime.folder import RunFolder
 
 _BINS = 24
@@ -37,7 +37,12 @@ def report(run: Annotated[Path, typer.Argument(help="Folder of a run, finished o
 
 def write_report(folder: RunFolder, summary: Summary) -> None:
     """Write `report.html` into the run's folder."""
-    metrics, facts = recorded.read_metrics(folder), recorded.read_facts(folder)
+    metrics, facts, activity = (
+        recorded.read_metrics(folder),
+        recorded.read_facts(folder),
+        recorded.read_activity(folder),
+    )
+    timeline = run_timeline(activity)
     settings = folder.settings()
     control = settings["control"]
     data = {
@@ -48,7 +53,10 @@ def write_report(folder: RunFolder, summary: Summary) -> None:
         "curves": {"steps": _curves(metrics, "version"), "seconds": _curves(metrics, "time")},
         "lengths": _lengths(facts.lengths),
         "staleness": [[str(age), count, f"staleness {age}"] for age, count in summary.staleness.items()],
-        "timeline": _timeline(folder),
+        "timeline": None if timeline is None else drawn(timeline),
+        "lost": [
+            [note["at"] / SECOND, note["who"], note["reason"]] for note in activity.notes if note["note"] == "lost"
+        ],
         "slots": list(summary.slots.items()),
         "trainer": list(summary.trainer.items()),
         "samples": _samples(list(recorded.lines(folder.samples))),
@@ -105,15 +113,10 @@ def _histogram(lengths: list[int]) -> list[list[Any]]:
 # -- timeline ---------------------------------------------------------------------------------------------------
 
 
-def _timeline(folder: RunFolder) -> dict[str, Any] | None:
-    timeline = run_timeline(recorded.read_windows(folder), recorded.read_notes(folder))
-    return None if timeline is None else drawn(timeline)
-
-
-def run_timeline(windows: Iterable[recorded.Window], notes: list[dict[str, Any]]) -> Timeline | None:
+def run_timeline(activity: recorded.Activity) -> Timeline | None:
     """One row for each slot of each place; the lives of an instance follow one another in it."""
     tracks: dict[str, list[recorded.Window]] = {}
-    for window in windows:
+    for window in activity.windows:
         tracks.setdefault(place(window.who) if window.who != "trainer" else "trainer", []).append(window)
     trainer = list(_segments(tracks.pop("trainer", [])))
     slots = {_slot(name): list(_segments(tracks[name])) for name in sorted(tracks, key=_natural)}
@@ -125,10 +128,10 @@ def run_timeline(windows: Iterable[recorded.Window], notes: list[dict[str, Any]]
         trainer=trainer,
         moves=[
             (note["at"], _slot(place(note["source"])), _slot(place(note["target"])), note["count"])
-            for note in notes
+            for note in activity.notes
             if note["note"] == "moved"
         ],
-        published={note["version"]: note["at"] for note in notes if note["note"] == "published"},
+        published={note["version"]: note["at"] for note in activity.notes if note["note"] == "published"},
         start=min((segments[0].start for segments in slots.values() if segments), default=0),
         end=max(ends),
     )

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from dora_rl.apps.recorded import is_run
-from dora_rl.apps.summary import Summary, summarise
+from dora_rl.apps.summary import Progress, progress
 from dora_rl.core.errors import UserError
 from dora_rl.runtime.folder import RunFolder
 
@@ -49,12 +49,12 @@ def find(folder: Path) -> list[RunFolder]:
 
 def _row(run: RunFolder) -> list[str]:
     try:
-        return _cells(summarise(run))
+        return _cells(progress(run))
     except (UserError, KeyError, TypeError):  # damaged, or of another dora-rl; the others are listed all the same
         return [escape(run.path.name), "", "", "", "", "", "", "[red]unreadable[/]"]
 
 
-def _cells(summary: Summary) -> list[str]:
+def _cells(summary: Progress) -> list[str]:
     asked = "" if summary.steps_asked is None else f"/{summary.steps_asked}"
     return [
         escape(summary.name),

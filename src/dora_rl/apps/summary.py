@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from dora_rl.apps import recorded
 from dora_rl.core.labels import Because, Label
 from dora_rl.core.nouns import SECOND, Nanoseconds, Record, Version
@@ -23,8 +25,8 @@ ACCURACY = "eval/held_out/accuracy"
 REWARD = "reward/mean"
 
 
-class Summary(Record, frozen=True, kw_only=True):
-    """What happened in a run."""
+class Progress(Record, frozen=True, kw_only=True):
+    """How far a run is and what it reached."""
 
     name: str
     mode: str
@@ -38,6 +40,15 @@ class Summary(Record, frozen=True, kw_only=True):
     tokens: int
     """Response tokens trained."""
     tokens_per_second: float
+    rewards: tuple[float, float] | None
+    """Of the first and of the last step."""
+    accuracy: tuple[tuple[Version, float], tuple[Version, float]] | None
+    """Held-out, of the first and of the last version evaluated."""
+
+
+class Summary(Progress, frozen=True, kw_only=True):
+    """What happened in a run."""
+
     step_seconds: float
     """Median."""
     occupancy: float
@@ -55,10 +66,6 @@ class Summary(Record, frozen=True, kw_only=True):
     """Tokens whose KV existed once and was computed again."""
     failed: dict[str, int]
     """Trajectories with a verdict, by reason."""
-    rewards: tuple[float, float] | None
-    """Of the first and of the last step."""
-    accuracy: tuple[tuple[Version, float], tuple[Version, float]] | None
-    """Held-out, of the first and of the last version evaluated."""
     ledger_share: float
     """Of the run's time, spent on writing the ledger."""
     restarts: dict[str, int]
@@ -67,19 +74,46 @@ class Summary(Record, frozen=True, kw_only=True):
     """Newest policy folder."""
 
 
+def progress(folder: RunFolder) -> Progress:
+    """How far the run in this folder is; quick, however long it is."""
+    return _progress(folder, recorded.read_metrics(folder), recorded.read_facts(folder))
+
+
 def summarise(folder: RunFolder) -> Summary:
     """The figures of the run in this folder."""
-    control = folder.settings()["control"]
-    metrics, facts, notes = recorded.read_metrics(folder), recorded.read_facts(folder), recorded.read_notes(folder)
-    slots, trainer = totals(recorded.read_windows(folder))
-    ends = sorted(facts.published.values())
-    first = next((note["at"] for note in notes if note["note"] == "published"), ends[0] if ends else 0)
-    times = [first, *ends]
-    seconds = (times[-1] - first) / SECOND
-    tokens = sum(sum(facts.lengths.get(step, ())) for step in facts.published)
-    figures = list(metrics.steps.values())
+    metrics, facts, activity = (
+        recorded.read_metrics(folder),
+        recorded.read_facts(folder),
+        recorded.read_activity(folder),
+    )
+    slots, trainer = totals(activity.windows)
+    figures = metrics.steps.values()
+    times = _times(metrics, facts)
     policies = recorded.policies(folder)
     return Summary(
+        **msgspec.structs.asdict(_progress(folder, metrics, facts)),
+        step_seconds=statistics.median(_differences(times)) / SECOND if times[1:] else 0.0,
+        occupancy=occupancy(slots),
+        slots=shares(slots),
+        trainer=shares(trainer),
+        staleness=dict(sorted(facts.staleness.items())),
+        most_live=round(max((one.get("rollout/live_versions", 0.0) for one in figures), default=0)),
+        moved=facts.moved,
+        reprefilled=round(sum(one.get("rollout/reprefilled_tokens", 0.0) for one in figures)),
+        failed=dict(facts.failed.most_common()),
+        ledger_share=metrics.ledger_seconds / (times[-1] / SECOND) if times[1:] else 0.0,
+        restarts=dict(Counter(place(note["who"]) for note in activity.notes if note["note"] == "lost")),
+        policy=policies[max(policies)] if policies else None,
+    )
+
+
+def _progress(folder: RunFolder, metrics: recorded.Metrics, facts: recorded.Facts) -> Progress:
+    control = folder.settings()["control"]
+    times = _times(metrics, facts)
+    seconds = (times[-1] - times[0]) / SECOND if times else 0.0
+    tokens = sum(sum(facts.lengths.get(step, ())) for step in facts.published)
+    figures = list(metrics.steps.values())
+    return Progress(
         name=folder.path.resolve().name,
         mode=control["mode"],
         max_staleness={"sync": 0, "one_step_off": 1}.get(control["mode"], control["max_staleness"]),
@@ -89,21 +123,18 @@ def summarise(folder: RunFolder) -> Summary:
         seconds=seconds,
         tokens=tokens,
         tokens_per_second=tokens / seconds if seconds else 0.0,
-        step_seconds=statistics.median(_differences(times)) / SECOND if ends else 0.0,
-        occupancy=occupancy(slots),
-        slots=shares(slots),
-        trainer=shares(trainer),
-        staleness=dict(sorted(facts.staleness.items())),
-        most_live=round(max((one.get("rollout/live_versions", 0.0) for one in figures), default=0)),
-        moved=facts.moved,
-        reprefilled=round(sum(one.get("rollout/reprefilled_tokens", 0.0) for one in figures)),
-        failed=dict(facts.failed.most_common()),
         rewards=(figures[0][REWARD], figures[-1][REWARD]) if figures else None,
         accuracy=_first_and_last(metrics.evaluations),
-        ledger_share=metrics.ledger_seconds / (times[-1] / SECOND) if times[-1] else 0.0,
-        restarts=dict(Counter(place(note["who"]) for note in notes if note["note"] == "lost")),
-        policy=policies[max(policies)] if policies else None,
     )
+
+
+def _times(metrics: recorded.Metrics, facts: recorded.Facts) -> list[Nanoseconds]:
+    """When the first version was published, and when each step's was."""
+    ends = sorted(facts.published.values())
+    if not ends:
+        return []
+    first = metrics.steps.get(min(facts.published), {}).get("timing_s/step", 0.0)
+    return [ends[0] - round(first * SECOND), *ends]
 
 
 def totals(windows: Iterable[recorded.Window]) -> tuple[Counter[str], Counter[str]]:
