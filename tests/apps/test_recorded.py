@@ -14,7 +14,7 @@ from dora_rl.apps.evaluate import Response, interval, summary
 from dora_rl.apps.init import EXAMPLES, document
 from dora_rl.apps.live import sparks
 from dora_rl.apps.report import percentile, run_timeline
-from dora_rl.apps.summary import occupancy, place, totals
+from dora_rl.apps.summary import occupancy, occupancy_between, place, totals
 from dora_rl.core.config import build, override
 from dora_rl.core.labels import Label
 from dora_rl.core.nouns import SlotId
@@ -77,6 +77,19 @@ def test_occupancy_is_work_over_all_but_the_start() -> None:
     )
     assert occupancy(slots) == 0.7
     assert trainer == {"train": 100}
+
+
+def test_occupancy_of_a_step_is_that_of_the_windows_it_lies_in() -> None:
+    windows = [
+        window("i0.1/0", 0, ("idle", None, "starting", 5), ("decode", 0, "", 5)),
+        window("i0.1/0", 10, ("decode", 0, "", 10)),
+        window("i0.1/0", 20, ("idle", None, "trainer", 5), ("decode", 1, "", 5)),
+        window("i1.1/0", 10, ("idle", None, "trainer", 20)),
+        window("trainer", 0, ("train", 0, "", 30)),
+    ]
+    assert occupancy_between(windows, [0, 10, 12, 20, 30]) == pytest.approx([1, 0.5, 0.5, 0.25])
+    assert occupancy_between(windows, []) == []
+    assert occupancy_between([], [0, 10]) == [0]
 
 
 def test_lives_of_an_instance_share_a_row() -> None:

@@ -139,8 +139,8 @@ def test_the_page_has_a_row_for_each_slot_however_often_its_instance_was_started
 
 def test_the_page_has_a_point_for_each_step(made_run: MadeRun) -> None:
     data = data_of(made_run.folder.report.read_text())
-    for curve in ("reward", "rate", "occupancy"):
-        assert [x for x, _ in data["curves"]["steps"][curve]] == list(range(1, STEPS + 1))
+    for curve in (data["curves"]["steps"]["reward"], data["curves"]["steps"]["rate"], data["occupancy"]):
+        assert [x for x, _ in curve] == list(range(1, STEPS + 1))
     assert sum(count for _, count, _ in data["lengths"]["histogram"]) == sum(
         len(some) for some in recorded.read_facts(made_run.folder).lengths.values()
     )

@@ -116,7 +116,7 @@ class Watch:
         parts += [
             f"{self._rate:,.0f} tokens/s",
             f"{last['timing_s/step']:.2f} s",
-            f"occupancy {last['rollout/occupancy']:.0%}",
+            f"occupancy {self._occupancy:.0%}",
             f"staleness {last['off_policy/trajectory_staleness']:.1f}",
             f"live versions {last['rollout/live_versions']:.0f}",
         ]
@@ -148,11 +148,10 @@ class Watch:
             rows.append(
                 ("held-out", f"{before:.1%} (v{first})" + (f" -> {now:.1%} (v{last})" if last != first else ""))
             )
-        spent = self._time + recorder.time
-        rows.append(("rollout", f"{self._rate:,.0f} tokens/s trained, occupancy {occupancy(spent):.0%}"))
+        rows.append(("rollout", f"{self._rate:,.0f} tokens/s trained, occupancy {self._occupancy:.0%}"))
         rows.append(("versions", self._versions()))
         rows.append(("staleness", histogram(self._staleness + recorder.staleness) or "nothing trained yet"))
-        rows.append(("slots idle", idle(shares(spent)) or "never"))
+        rows.append(("slots idle", idle(shares(self._time + recorder.time)) or "never"))
         rows.append(("trainer", self._trainer()))
         return rows
 
@@ -187,6 +186,10 @@ class Watch:
     def _rate(self) -> float:
         seconds = sum(seconds for _, seconds in self._recent)
         return sum(tokens for tokens, _ in self._recent) / seconds if seconds else 0.0
+
+    @property
+    def _occupancy(self) -> float:
+        return occupancy(self._time + self._run.recorder.time)
 
     def _left(self) -> str:
         so_far = duration(self._run.world.now() / SECOND)

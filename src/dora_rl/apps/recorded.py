@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import sqlite3
@@ -15,6 +16,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+
+import msgspec
 
 from dora_rl.core.errors import UserError
 from dora_rl.core.nouns import Nanoseconds, StepId, Version
@@ -72,14 +75,19 @@ def lines(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a JSONL file that may be missing or cut short."""
     if not path.exists():
         return
-    with path.open(encoding="utf-8", errors="replace") as file:
+    with path.open("rb") as file:
         for line in file:
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
+            record = _parse(line)
             if isinstance(record, dict):
                 yield record
+
+
+def _parse(line: bytes) -> Any:
+    with contextlib.suppress(msgspec.DecodeError):
+        return msgspec.json.decode(line)
+    with contextlib.suppress(ValueError):
+        return json.loads(line)  # takes numbers that are not finite, too
+    return None
 
 
 def read_metrics(folder: RunFolder) -> Metrics:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -14,7 +15,7 @@ from rich.console import Console
 from dora_rl.apps import recorded
 from dora_rl.apps.figures import rows
 from dora_rl.apps.page import write_page
-from dora_rl.apps.summary import ACCURACY, REWARD, Summary, place, summarise
+from dora_rl.apps.summary import ACCURACY, REWARD, Summary, occupancy_between, place, published_times, summarise
 from dora_rl.apps.timeline import drawn
 from dora_rl.core.accounting import Activity, Segment, Timeline
 from dora_rl.core.labels import Because, Cause, Label
@@ -51,6 +52,7 @@ def write_report(folder: RunFolder, summary: Summary) -> None:
         f"of {control['group_size']} a step, responses of at most {control['max_response_tokens']} tokens.",
         "figures": rows(summary),
         "curves": {"steps": _curves(metrics, "version"), "seconds": _curves(metrics, "time")},
+        "occupancy": _occupancy(activity, metrics, facts),
         "lengths": _lengths(facts.lengths),
         "staleness": [[str(age), count, f"staleness {age}"] for age, count in summary.staleness.items()],
         "timeline": None if timeline is None else drawn(timeline),
@@ -74,9 +76,14 @@ def _curves(metrics: recorded.Metrics, x: str) -> dict[str, list[list[float]]]:
         "reward": _points(steps, x, REWARD),
         "accuracy": _points(evaluations, x, ACCURACY),
         "rate": _points(steps, x, "throughput/tokens_per_second"),
-        "occupancy": _points(steps, x, "rollout/occupancy"),
         "seconds": _points(steps, x, "timing_s/step"),
     }
+
+
+def _occupancy(activity: recorded.Activity, metrics: recorded.Metrics, facts: recorded.Facts) -> list[list[float]]:
+    """Of each step, from the windows: those that were written during a short step say little of it."""
+    found = occupancy_between(activity.windows, published_times(metrics, facts))
+    return [[step + 1, round(share, 4)] for step, share in zip(facts.published, found, strict=True)]
 
 
 def _points(records: Iterable[dict[str, Any]], x: str, y: str) -> list[list[float]]:
@@ -120,8 +127,8 @@ def run_timeline(activity: recorded.Activity) -> Timeline | None:
         tracks.setdefault(place(window.who) if window.who != "trainer" else "trainer", []).append(window)
     trainer = list(_segments(tracks.pop("trainer", [])))
     slots = {_slot(name): list(_segments(tracks[name])) for name in sorted(tracks, key=_natural)}
-    ends = [segments[-1].end for segments in (trainer, *slots.values()) if segments]
-    if not ends:
+    rows = [segments for segments in slots.values() if segments]
+    if not rows:
         return None
     return Timeline(
         slots=slots,
@@ -132,8 +139,8 @@ def run_timeline(activity: recorded.Activity) -> Timeline | None:
             if note["note"] == "moved"
         ],
         published={note["version"]: note["at"] for note in activity.notes if note["note"] == "published"},
-        start=min((segments[0].start for segments in slots.values() if segments), default=0),
-        end=max(ends),
+        start=min(segments[0].start for segments in rows),
+        end=max(segments[-1].end for segments in rows),
     )
 
 
@@ -163,6 +170,7 @@ def _likely(window: recorded.Window, last: Activity | None) -> list[tuple[Activi
     return sorted(shares, key=order)
 
 
+@functools.lru_cache(maxsize=4096)
 def _activity(label: str, version: int | None, cause: str) -> Activity:
     return Activity(Label(label), version, Cause(because=Because(cause)) if cause else None)
 

@@ -5,6 +5,7 @@ Pure but for reading the folder. The table at the end of a run, its report and `
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import statistics
 from collections import Counter
@@ -88,7 +89,7 @@ def summarise(folder: RunFolder) -> Summary:
     )
     slots, trainer = totals(activity.windows)
     figures = metrics.steps.values()
-    times = _times(metrics, facts)
+    times = published_times(metrics, facts)
     policies = recorded.policies(folder)
     return Summary(
         **msgspec.structs.asdict(_progress(folder, metrics, facts)),
@@ -109,7 +110,7 @@ def summarise(folder: RunFolder) -> Summary:
 
 def _progress(folder: RunFolder, metrics: recorded.Metrics, facts: recorded.Facts) -> Progress:
     control = folder.settings()["control"]
-    times = _times(metrics, facts)
+    times = published_times(metrics, facts)
     seconds = (times[-1] - times[0]) / SECOND if times else 0.0
     tokens = sum(sum(facts.lengths.get(step, ())) for step in facts.published)
     figures = list(metrics.steps.values())
@@ -128,7 +129,7 @@ def _progress(folder: RunFolder, metrics: recorded.Metrics, facts: recorded.Fact
     )
 
 
-def _times(metrics: recorded.Metrics, facts: recorded.Facts) -> list[Nanoseconds]:
+def published_times(metrics: recorded.Metrics, facts: recorded.Facts) -> list[Nanoseconds]:
     """When the first version was published, and when each step's was."""
     ends = sorted(facts.published.values())
     if not ends:
@@ -152,6 +153,32 @@ def occupancy(time: Mapping[str, Nanoseconds]) -> float:
     """Share of slot time that went into requests, the start-up aside."""
     whole = sum(spent for label, spent in time.items() if label != STARTING)
     return sum(time.get(label, 0) for label in _WORK) / max(1, whole)
+
+
+def occupancy_between(windows: Iterable[recorded.Window], times: list[Nanoseconds]) -> list[float]:
+    """Occupancy from each of these times to the next; a window's time is taken as even over it."""
+    rates: dict[Nanoseconds, list[float]] = {}
+    for window in windows:
+        if window.who == "trainer" or window.end <= window.start:
+            continue
+        work = whole = 0
+        for label, _, cause, spent in window.shares:
+            work += spent if label in _WORK else 0
+            whole += spent if cause != Because.STARTING.value else 0
+        for at, sign in ((window.start, 1), (window.end, -1)):
+            rate = rates.setdefault(at, [0.0, 0.0])
+            rate[0] += sign * work / (window.end - window.start)
+            rate[1] += sign * whole / (window.end - window.start)
+    sums = [[0.0, 0.0] for _ in times]
+    worked = wholly = 0.0
+    for before, after in itertools.pairwise(sorted({*rates, *times})):
+        worked += rates[before][0] if before in rates else 0.0
+        wholly += rates[before][1] if before in rates else 0.0
+        which = bisect.bisect_right(times, before) - 1
+        if which >= 0:
+            sums[which][0] += worked * (after - before)
+            sums[which][1] += wholly * (after - before)
+    return [work / whole if whole > 1 else 0.0 for work, whole in sums[:-1]]
 
 
 def shares(time: Mapping[str, Nanoseconds]) -> dict[str, float]:

@@ -94,13 +94,14 @@ function timeline(line) {
       g.fillRect(x, height - foot, 1, 4);
       g.fillText(duration(s).replace(/\.?0+ /, " "), Math.min(x, gutter + width() - 20), height - foot + 12);
     }
-    const shown = s => s >= from && s <= to;
+    // Marks that would cover everything are left out until one looks closer.
+    const few = (marks, s) => { const seen = marks.filter(it => s(it) >= from && s(it) <= to); return seen.length < width() / 8 ? seen : []; };
     g.strokeStyle = style("--mark"); g.setLineDash([2, 3]);
-    for (const [, when] of line.published.filter(it => shown(it[1]))) {
+    for (const [, when] of few(line.published, it => it[1])) {
       g.beginPath(); g.moveTo(at(when), 0); g.lineTo(at(when), height - foot); g.stroke();
     }
     g.setLineDash([]); g.strokeStyle = style("--move");
-    for (const [when, source, target] of line.moves.filter(it => shown(it[0]))) {
+    for (const [when, source, target] of few(line.moves, it => it[0])) {
       const y = row => top + (row + .5) * rowHeight, x = at(when), end = y(target);
       g.beginPath(); g.moveTo(x, y(source)); g.lineTo(x + 4, end); g.stroke();
       g.fillStyle = style("--mark"); g.beginPath(); g.arc(x + 4, end, Math.min(2.5, rowHeight / 4), 0, 7); g.fill();
@@ -140,7 +141,8 @@ function timeline(line) {
     if (right - left > line.seconds / line.columns * 4 && at(right) - at(left) > 6) { from = left; to = right; }
     redraw();
   };
-  canvas.ondblclick = () => { from = 0; to = line.seconds; redraw(); };
+  canvas.look = (start, end) => { from = Math.max(0, start); to = Math.min(line.seconds, end); redraw(); };
+  canvas.ondblclick = () => canvas.look(0, line.seconds);
   canvas.onmouseleave = event => { showTip(event, ""); dragged = null; redraw(); };
   redraws.push(redraw);
   // Once, out of sight, so that every cause has its colour before the legend is made.
