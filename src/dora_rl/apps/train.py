@@ -108,17 +108,18 @@ def go_on(folder: RunFolder, console: Console | None = None) -> None:
 
     def interrupt(*_: object) -> None:
         if run.world.stopping:
+            console.show_cursor()  # the live view hides it
             os._exit(INTERRUPTED)  # the processes end with their supervisor
         run.world.stopping = True
         say("stopping; everything finished is kept. Once more to stop at once.")
 
-    before = signal.signal(signal.SIGINT, interrupt)
-    signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         with Watch(run, console) as watch:
             run.go(watch)
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     if run.world.stopping and not run.orchestrator.finished:
         say(f"go on with: dora-rl train --resume {folder.path}")
         sys.exit(INTERRUPTED)
