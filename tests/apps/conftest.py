@@ -115,6 +115,7 @@ def _interrupted(home: Path) -> tuple[str, int]:
             said += line
             if line.startswith("step 1/"):
                 process.send_signal(signal.SIGINT)
+                (home / "interrupted").touch()
     return said, process.returncode
 
 

@@ -100,17 +100,18 @@ def test_lives_of_an_instance_share_a_row() -> None:
         window("i2.1/0", 0, ("decode", 0, "", 10)),
     ]
     moved = {"note": "moved", "at": 5, "source": "i2.1/0", "target": "i10.1/0", "count": 3}
-    timeline = run_timeline(recorded.Activity(windows, [moved]))
+    timeline = run_timeline(recorded.Activity(windows, [moved]), {0: 7})
     assert timeline is not None
     assert list(timeline.slots) == [SlotId("i2", 0), SlotId("i10", 0)]
     assert [(one.start, one.end) for one in timeline.slots[SlotId("i2", 0)]] == [(0, 10), (30, 40)]
+    assert timeline.published == {1: 7}
     assert timeline.moves == [(5, SlotId("i2", 0), SlotId("i10", 0), 3)]
 
 
 def test_a_window_is_drawn_in_a_likely_order_and_adds_up() -> None:
     shares = [("idle", None, "trainer", 5), ("decode", 3, "", 20), ("load", 4, "", 2), ("decode", 4, "", 30)]
     windows = [window("i0.1/0", 0, ("decode", 3, "", 9)), window("i0.1/0", 9, *reversed(shares))]
-    timeline = run_timeline(recorded.Activity(windows, []))
+    timeline = run_timeline(recorded.Activity(windows, []), {})
     assert timeline is not None
     (segments,) = timeline.slots.values()
     assert [(one.activity.label, one.activity.version) for one in segments[1:]] == [
@@ -123,7 +124,7 @@ def test_a_window_is_drawn_in_a_likely_order_and_adds_up() -> None:
 
 
 def test_nothing_recorded_has_no_timeline() -> None:
-    assert run_timeline(recorded.Activity([], [])) is None
+    assert run_timeline(recorded.Activity([], []), {}) is None
 
 
 # -- small figures ----------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from dora_rl.apps.summary import ACCURACY, REWARD, Summary, occupancy_between, p
 from dora_rl.apps.timeline import drawn
 from dora_rl.core.accounting import Activity, Segment, Timeline
 from dora_rl.core.labels import Because, Cause, Label
-from dora_rl.core.nouns import SECOND, Nanoseconds, SlotId
+from dora_rl.core.nouns import SECOND, Nanoseconds, SlotId, StepId
 from dora_rl.runtime.folder import RunFolder
 
 _BINS = 24
@@ -43,7 +43,7 @@ def write_report(folder: RunFolder, summary: Summary) -> None:
         recorded.read_facts(folder),
         recorded.read_activity(folder),
     )
-    timeline = run_timeline(activity)
+    timeline = run_timeline(activity, facts.published)
     settings = folder.settings()
     control = settings["control"]
     data = {
@@ -120,8 +120,11 @@ def _histogram(lengths: list[int]) -> list[list[Any]]:
 # -- timeline ---------------------------------------------------------------------------------------------------
 
 
-def run_timeline(activity: recorded.Activity) -> Timeline | None:
+def run_timeline(activity: recorded.Activity, published: dict[StepId, Nanoseconds]) -> Timeline | None:
     """One row for each slot of each place; the lives of an instance follow one another in it."""
+    # A crash may cost a note; of the steps, the ledger knows.
+    versions = {note["version"]: note["at"] for note in activity.notes if note["note"] == "published"}
+    versions |= {step + 1: at for step, at in published.items()}
     tracks: dict[str, list[recorded.Window]] = {}
     for window in activity.windows:
         tracks.setdefault(place(window.who) if window.who != "trainer" else "trainer", []).append(window)
@@ -138,7 +141,7 @@ def run_timeline(activity: recorded.Activity) -> Timeline | None:
             for note in activity.notes
             if note["note"] == "moved"
         ],
-        published={note["version"]: note["at"] for note in activity.notes if note["note"] == "published"},
+        published=dict(sorted(versions.items())),
         start=min(segments[0].start for segments in rows),
         end=max(segments[-1].end for segments in rows),
     )

@@ -6,6 +6,7 @@ import functools
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -111,7 +112,9 @@ def go_on(folder: RunFolder, console: Console | None = None) -> None:
             console.show_cursor()  # the live view hides it
             os._exit(INTERRUPTED)  # the processes end with their supervisor
         run.world.stopping = True
-        say("stopping; everything finished is kept. Once more to stop at once.")
+        # By another thread: the interrupt may have come in the middle of a line, which would be printed twice.
+        text = "stopping; everything finished is kept. Once more to stop at once."
+        threading.Thread(target=say, args=(text,)).start()
 
     before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
