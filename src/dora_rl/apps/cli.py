@@ -7,7 +7,11 @@ import sys
 import typer
 from rich.console import Console
 
+from dora_rl.apps.evaluate import evaluate
 from dora_rl.apps.generate import generate
+from dora_rl.apps.init import init
+from dora_rl.apps.report import report
+from dora_rl.apps.runs import runs
 from dora_rl.apps.sft import sft
 from dora_rl.apps.simulate import plan_command, sim
 from dora_rl.apps.train import train
@@ -40,6 +44,10 @@ app.command("plan")(plan_command)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(train)
 app.command()(sft)
 app.command()(generate)
+app.command()(report)
+app.command()(runs)
+app.command("eval")(evaluate)
+app.command()(init)
 
 
 def main() -> None:

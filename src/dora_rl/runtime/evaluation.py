@@ -29,6 +29,11 @@ _FIRST = 1 << 48
 """Trajectories of evaluations are numbered from here: no run reaches it, so they draw other random numbers."""
 
 
+def first_trajectory(version: Version, count: int) -> TrajectoryId:
+    """The evaluation of a version has `count` trajectories from here on, no other one's."""
+    return _FIRST + version * count
+
+
 class Evaluated:
     """The result of one evaluation."""
 
@@ -136,8 +141,9 @@ class Evaluation:
             return
         assert self._process is not None
         version, lease = self._waiting.popleft()
-        first = _FIRST + version * len(self._problems) * self._samples
-        trajectories = range(first, first + len(self._problems) * self._samples)
+        count = len(self._problems) * self._samples
+        first = first_trajectory(version, count)
+        trajectories = range(first, first + count)
         self._now = _Running(version, lease, {trajectory: array("i") for trajectory in trajectories})
         self._process.send(m.Do(command=c.LoadVersion(slot=SlotId(self._process.name, 0), version=version)))
 

@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 from dora_rl.core.config import build
 from dora_rl.core.errors import UserError
-from dora_rl.runtime.config import RunConfig
 
 if TYPE_CHECKING:
+    # Only for types: what merely looks at a folder need not wait for torch.
+    from dora_rl.runtime.config import RunConfig
     from dora_rl.weights.store import WeightStore
 
 _ALL_VERSIONS = 1 << 30
@@ -74,7 +75,14 @@ class RunFolder:
 
     def read(self) -> RunConfig:
         """The run's configuration."""
-        return build(RunConfig, self._document()["config"], str(self.config))
+        from dora_rl.runtime.config import RunConfig
+
+        return build(RunConfig, self.settings(), str(self.config))
+
+    def settings(self) -> dict[str, Any]:
+        """The run's configuration as it was written, unchecked."""
+        settings: dict[str, Any] = self._document()["config"]
+        return settings
 
     def base(self) -> Path:
         """Where relative paths of the configuration start."""
@@ -82,6 +90,8 @@ class RunFolder:
 
     def parse(self, data: bytes) -> RunConfig:
         """The configuration as a process was told it."""
+        from dora_rl.runtime.config import RunConfig
+
         return build(RunConfig, json.loads(data), str(self.config))
 
     def store(self, config: RunConfig) -> WeightStore:
