@@ -5,14 +5,15 @@ from __future__ import annotations
 import random
 
 import pytest
+from msgspec.structs import replace
 
-from dora_rl.control.config import ControlConfig
+from dora_rl.control.config import ControlConfig, ModeName
 from dora_rl.control.orchestrator import Orchestrator
 from dora_rl.control.placement import Facts, VersionFacts, deadline, proportional
 from dora_rl.control.predict import LengthPredictor
 from dora_rl.core import commands as c
 from dora_rl.core import events as e
-from dora_rl.core.errors import ConfigError, IntegrityError
+from dora_rl.core.errors import ConfigError, IntegrityError, UserError
 from dora_rl.core.nouns import SECOND, DecodeCost, InstanceSpec, Prompt, SlotId
 from dora_rl.sim.chaos import fingerprint
 from tests.schedules import run_schedule
@@ -90,6 +91,56 @@ def test_what_does_not_fit_an_instance_is_refused_when_it_joins() -> None:
         )
     with pytest.raises(ConfigError, match="max_response_tokens"):
         Orchestrator(CONFIG).step(e.InstanceJoined(spec=InstanceSpec(instance="a", max_requests=4, kv_tokens=10)), 0)
+
+
+def started_groups(commands: list[c.Command]) -> int:
+    return sum(isinstance(command, c.StartGroup) for command in commands)
+
+
+def test_a_larger_bound_opens_admission_at_once() -> None:
+    """K = 0 with a step's groups begun: an empty instance stays empty until the bound is raised."""
+    orchestrator = started(CONFIG.model_copy(update={"max_staleness": 0}))
+    orchestrator.step(e.InstanceJoined(spec=InstanceSpec(instance="b", max_requests=4, kv_tokens=10_000)), 1)
+    loaded = e.SlotLoaded(slot=SlotId("b", 0), version=0, fingerprint=fingerprint(0))
+    assert not started_groups(orchestrator.step(loaded, 2))
+    assert started_groups(orchestrator.step(e.BoundChanged(max_staleness=1), 3)) == 2
+    assert orchestrator.snapshot().max_staleness == 1
+
+
+def test_a_smaller_bound_waits_until_the_untrained_groups_fit() -> None:
+    """K = 1 falls to 0 with 2 * B groups untrained: nothing is admitted until the first step is published."""
+    orchestrator = started()
+    orchestrator.step(e.InstanceJoined(spec=InstanceSpec(instance="b", max_requests=4, kv_tokens=10_000)), 1)
+    orchestrator.step(e.SlotLoaded(slot=SlotId("b", 0), version=0, fingerprint=fingerprint(0)), 2)
+    assert orchestrator.snapshot().untrained == {0: 4}
+    orchestrator.step(e.BoundChanged(max_staleness=0), 3)
+    commands = []
+    for trajectory in range(8):  # all of version 0, the half of them on the other instance
+        event = generated(trajectory) if trajectory < 4 else replace(generated(trajectory), instance="b")
+        commands += orchestrator.step(event, 4)
+        commands += orchestrator.step(e.Scored(trajectory=trajectory, reward=1.0), 4)
+    commands += orchestrator.step(e.Trained(step=0, attempt=1), 5)
+    commands += orchestrator.step(e.Published(version=1, attempt=1, fingerprint=fingerprint(1)), 6)
+    for instance in ("a", "b"):
+        commands += orchestrator.step(e.SlotLoaded(slot=SlotId(instance, 0), version=1, fingerprint=fingerprint(1)), 7)
+    assert not started_groups(commands)
+    # The other half was admitted under K = 1 and is trained at staleness 1.
+    assert [command.groups for command in commands if isinstance(command, c.Apply)] == [(0, 1), (2, 3)]
+
+
+@pytest.mark.parametrize("mode", ["sync", "one_step_off", "partial"])
+def test_only_dora_takes_another_bound_and_a_refusal_changes_nothing(mode: ModeName) -> None:
+    orchestrator = started(CONFIG.model_copy(update={"mode": mode}))
+    before = orchestrator.snapshot()
+    with pytest.raises(UserError, match="only 'dora' can change it"):
+        orchestrator.step(e.BoundChanged(max_staleness=2), 1)
+    assert orchestrator.snapshot() == before
+
+
+@pytest.mark.parametrize("bound", [-1, 65])
+def test_an_impossible_bound_is_refused(bound: int) -> None:
+    with pytest.raises(UserError, match="between 0 and 64"):
+        started().step(e.BoundChanged(max_staleness=bound), 1)
 
 
 def test_when_nothing_moves_the_watchdog_says_who_waits_for_what() -> None:

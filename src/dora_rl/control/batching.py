@@ -2,7 +2,8 @@
 
 Step n takes B groups. Call `left(d)` the untrained groups with deadline <= d that the step leaves behind; they must
 fit into the steps n+1 .. d, that is, number at most (d - n) * B, for every d >= n. Then nothing ever misses its
-deadline, whatever finishes when (the proof is in docs/architecture.md).
+deadline, whatever finishes when (the proof is in docs/architecture.md). A group's deadline is fixed at its admission:
+its version + the bound in force then. The rule asks for nothing but deadlines, so it holds while the bound changes.
 
 Groups are taken one at a time, as they finish. With `taken` groups in the batch so far, the batch can still meet the
 rule for d if the room left in it is enough for what must be trained before d; that is the same as
@@ -16,43 +17,39 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dora_rl.core.nouns import StepId, Version
+from dora_rl.core.nouns import StepId
 
 
 class StepRule:
     """The rule for one step, fed with the counts of the ledger."""
 
-    __slots__ = ("_size", "_staleness", "_step", "_taken", "count")
+    __slots__ = ("_size", "_step", "_taken", "count")
 
-    def __init__(self, step: StepId, size: int, staleness: int) -> None:
+    def __init__(self, step: StepId, size: int) -> None:
         self._step = step
         self._size = size
-        self._staleness = staleness
-        self._taken: dict[Version, int] = {}
+        self._taken: dict[StepId, int] = {}
         self.count = 0
 
-    def blocker(self, version: Version, untrained: Mapping[Version, int]) -> Version | None:
-        """None if a group of `version` may join the batch now; else the version whose place it would take.
+    def blocker(self, deadline: StepId, untrained: Mapping[StepId, int]) -> StepId | None:
+        """None if a group with this deadline may join the batch now; else the latest one whose place it would take.
 
-        `untrained` counts all groups not trained yet by version, those already in the batch included.
+        `untrained` counts all groups not trained yet by deadline, those already in the batch included.
         """
-        newest_blocker = None
+        latest_blocker = None
         due = 0
         taken_due = 0
-        for candidate in range(self._step - self._staleness, version):
-            due += untrained.get(candidate, 0)
-            taken_due += self._taken.get(candidate, 0)
-            deadline = candidate + self._staleness
-            need = due - (deadline - self._step) * self._size
+        for earlier in range(self._step, deadline):
+            due += untrained.get(earlier, 0)
+            taken_due += self._taken.get(earlier, 0)
+            need = due - (earlier - self._step) * self._size
             taken_later = self.count - taken_due
             if taken_later + 1 > self._size - need:
-                newest_blocker = candidate
-        return newest_blocker
+                latest_blocker = earlier
+        return latest_blocker
 
-    def take(self, version: Version) -> None:
-        """Record that a group of `version` joined the batch."""
-        assert self._step - self._staleness <= version <= self._step, (
-            f"a group of version {version} in step {self._step} breaks the bound {self._staleness}"
-        )
-        self._taken[version] = self._taken.get(version, 0) + 1
+    def take(self, deadline: StepId) -> None:
+        """Record that a group with this deadline joined the batch."""
+        assert self._step <= deadline, f"a group due by step {deadline} in step {self._step} breaks the bound"
+        self._taken[deadline] = self._taken.get(deadline, 0) + 1
         self.count += 1

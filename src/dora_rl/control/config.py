@@ -10,6 +10,8 @@ from dora_rl.core.config import Config
 
 ModeName = Literal["sync", "one_step_off", "partial", "dora"]
 PlacementName = Literal["deadline", "proportional"]
+MOST_STALENESS = 64
+"""No algorithm learns from older groups, and the step rule looks at each deadline."""
 
 
 class Deadlines(Config):
@@ -36,7 +38,7 @@ class ControlConfig(Config):
 
     mode: ModeName = "dora"
     """How rollout and training interleave."""
-    max_staleness: int = Field(3, ge=0, le=64)
+    max_staleness: int = Field(3, ge=0, le=MOST_STALENESS)
     """K: step that trains a group - version of that group is at most this. `sync` uses 0, `one_step_off` 1."""
     groups_per_step: int = Field(..., ge=1)
     """B: a step trains exactly so many whole groups."""

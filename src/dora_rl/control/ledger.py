@@ -6,10 +6,11 @@
                 OPEN -> FAILED
 
 Invariants:
-- a trajectory belongs to one group and a group to one version, for ever;
+- a trajectory belongs to one group and a group to one version and one deadline, for ever;
 - a group is READY when all its trajectories have ended and enough survived, FAILED when too few did;
 - a group is TAKEN by one step only, and TRAINED when that step's weights are published;
-- `untrained[v]` counts the groups of version v that are OPEN, READY or TAKEN; `unfinished[v]` those that are OPEN.
+- `untrained[v]` counts the groups of version v that are OPEN, READY or TAKEN; `unfinished[v]` those that are OPEN;
+  `due[d]` counts the untrained ones by deadline.
 """
 
 from __future__ import annotations
@@ -76,6 +77,8 @@ class GroupState:
     id: GroupId
     prompt: Prompt
     version: Version
+    deadline: StepId
+    """The last step that may train it: its version + the bound under which it was admitted."""
     trajectories: list[TrajectoryState] = field(default_factory=list, repr=False)
     stage: GroupStage = GroupStage.OPEN
     open: int = 0
@@ -99,12 +102,16 @@ class Ledger:
         self.failed_trajectories: Counter[str] = Counter()
         self.untrained: dict[Version, int] = {}
         self.unfinished: dict[Version, int] = {}
+        self.due: dict[StepId, int] = {}
+        self.first_due: dict[Version, StepId] = {}
+        """The earliest deadline that groups of an untrained version were admitted with."""
         self.running = 0
         """Trajectories QUEUED, RUNNING or MOVING."""
         self.scoring = 0
         self.stock = 0
         """Groups READY."""
-        self._ready: dict[Version, list[GroupId]] = {}
+        self._ready: dict[StepId, list[GroupId]] = {}
+        """READY groups by deadline."""
 
     @property
     def live(self) -> int:
@@ -115,9 +122,11 @@ class Ledger:
     def open_groups(self) -> int:
         return sum(self.unfinished.values())
 
-    def admit(self, prompt: Prompt, version: Version, slot: Slot, now: Nanoseconds) -> GroupState:
+    def admit(self, prompt: Prompt, version: Version, deadline: StepId, slot: Slot, now: Nanoseconds) -> GroupState:
         """Admit a prompt under a version: from here on it will be trained or get a verdict."""
-        group = GroupState(id=self.admitted, prompt=prompt, version=version, open=self._group_size, admitted_at=now)
+        group = GroupState(
+            id=self.admitted, prompt=prompt, version=version, deadline=deadline, open=self._group_size, admitted_at=now
+        )
         first = group.id * self._group_size
         group.trajectories = [
             TrajectoryState(id=first + sibling, group=group, slot=slot) for sibling in range(self._group_size)
@@ -127,6 +136,8 @@ class Ledger:
         self.running += self._group_size
         self.untrained[version] = self.untrained.get(version, 0) + 1
         self.unfinished[version] = self.unfinished.get(version, 0) + 1
+        self.due[deadline] = self.due.get(deadline, 0) + 1
+        self.first_due[version] = min(deadline, self.first_due.get(version, deadline))
         return group
 
     def trajectory(self, trajectory: TrajectoryId) -> TrajectoryState | None:
@@ -170,23 +181,28 @@ class Ledger:
         if group.survivors >= self._min_survivors:
             group.stage = GroupStage.READY
             self.stock += 1
-            heapq.heappush(self._ready.setdefault(group.version, []), group.id)
+            heapq.heappush(self._ready.setdefault(group.deadline, []), group.id)
         else:
             self.failed += 1
-            self._decrement(self.untrained, group.version)
-            del self.groups[group.id]
+            self._forget(group)
         return group
 
-    def ready_versions(self) -> list[Version]:
-        """Versions with READY groups, oldest first."""
-        return sorted(version for version, heap in self._ready.items() if heap)
+    def ready_deadlines(self) -> list[StepId]:
+        """Deadlines of READY groups, earliest first."""
+        return sorted(self._ready)
 
-    def take(self, version: Version, step: StepId) -> GroupState:
-        """The READY group of this version that was admitted first becomes part of the step."""
-        group = self.groups[heapq.heappop(self._ready[version])]
-        if not self._ready[version]:
-            del self._ready[version]
+    def oldest_due(self, deadline: StepId) -> Version:
+        """The oldest version that is unfinished and has groups due by this step."""
+        due = (version for version in self.unfinished if self.first_due[version] <= deadline)
+        return min(due, default=min(self.untrained))
+
+    def take(self, deadline: StepId, step: StepId) -> GroupState:
+        """The READY group with this deadline that was admitted first becomes part of the step."""
+        group = self.groups[heapq.heappop(self._ready[deadline])]
+        if not self._ready[deadline]:
+            del self._ready[deadline]
         assert group.stage is GroupStage.READY
+        assert group.version <= step <= group.deadline, f"group {group.id} in step {step} breaks its bound"
         group.stage = GroupStage.TAKEN
         self.stock -= 1
         group.step = step
@@ -196,11 +212,17 @@ class Ledger:
         """The step that took the group is published: it is trained."""
         assert group.stage is GroupStage.TAKEN
         self.trained += 1
+        self._forget(group)
+
+    def _forget(self, group: GroupState) -> None:
         self._decrement(self.untrained, group.version)
+        self._decrement(self.due, group.deadline)
+        if group.version not in self.untrained:
+            del self.first_due[group.version]
         del self.groups[group.id]
 
     @staticmethod
-    def _decrement(counts: dict[Version, int], version: Version) -> None:
-        counts[version] -= 1
-        if not counts[version]:
-            del counts[version]
+    def _decrement(counts: dict[int, int], key: int) -> None:
+        counts[key] -= 1
+        if not counts[key]:
+            del counts[key]

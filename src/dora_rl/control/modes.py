@@ -41,6 +41,15 @@ class Mode(Protocol):
         """Finished groups may go to the trainer before their step is complete."""
         ...
 
+    @property
+    def rebounds(self) -> bool:
+        """The bound may be changed while it runs."""
+        ...
+
+    def rebound(self, staleness: int) -> None:
+        """Admit by another bound from now on."""
+        ...
+
     def version(self, newest: Version, ledger: Ledger) -> Version:
         """The version that new groups get."""
         ...
@@ -52,7 +61,25 @@ class Mode(Protocol):
 
 @dataclass(slots=True)
 class Streaming:
-    """`dora` and `partial`: admission is open while the untrained groups number less than (K + 1) * B."""
+    """`dora` and `partial`: admission is open while the untrained groups number less than (K + 1) * B.
+
+    K may change at any moment (`rebound`). A group keeps the deadline that it got, its version + the K of then; the
+    groups admitted later get version + the new K. A larger K opens admission at once. A smaller one closes it until the
+    untrained groups number less than (new K + 1) * B, so it takes effect by waiting, and nothing is dropped.
+
+    Why no deadline is missed, whatever the Ks were. Let n be the newest version, K the bound of now, and d >= n.
+    Call due(d) the untrained groups with deadline <= d, later(d) the rest of the untrained, taken(d) those of the rest
+    that step n has taken already. What must hold, between any two events, is the condition of `batching`:
+
+        taken(d) <= B - need(d),      need(d) = due(d) - (d - n) * B
+
+    - Changing K changes no group and no deadline, hence nothing in it.
+    - Admitting a group with deadline n + K concerns only d >= n + K. All untrained groups, the new one included, number
+      at most (K + 1) * B, so due(d) <= (K + 1) * B - later(d) <= (d - n + 1) * B - taken(d), which is the condition.
+      Deadlines of groups admitted under other bounds do not enter: each is counted in due(d) or in later(d).
+    - Taking and training keep it by the step rule, which knows deadlines only.
+    And it moves: with fewer than B untrained groups admission is open under any K >= 0.
+    """
 
     groups_per_step: int
     staleness: int
@@ -65,6 +92,13 @@ class Streaming:
     @property
     def streams(self) -> bool:
         return self.staleness > 0  # K = 0 is synchronous training, also in the order of its sums
+
+    @property
+    def rebounds(self) -> bool:
+        return not self.mixes_versions
+
+    def rebound(self, staleness: int) -> None:
+        self.staleness = staleness
 
     def version(self, newest: Version, ledger: Ledger) -> Version:  # noqa: ARG002
         return newest
@@ -100,6 +134,13 @@ class Barrier:
     @property
     def streams(self) -> bool:
         return False
+
+    @property
+    def rebounds(self) -> bool:
+        return False
+
+    def rebound(self, staleness: int) -> None:
+        raise AssertionError(f"a barrier has the bound {self.lag}, not {staleness}")
 
     def version(self, newest: Version, ledger: Ledger) -> Version:
         self._open(newest, ledger)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dora_rl.control.config import ControlConfig
+from dora_rl.control.config import MOST_STALENESS, ControlConfig
 from dora_rl.control.context import Context
 from dora_rl.control.explain import Explainer
 from dora_rl.control.fleet import Instance, Slot
@@ -71,6 +71,7 @@ class Orchestrator:
             e.Checkpointed: self._on_checkpointed,
             e.TrainerLost: self._on_trainer_lost,
             e.TrainerReady: self._on_trainer_ready,
+            e.BoundChanged: self._on_bound_changed,
             e.Tick: lambda _: False,
         }
 
@@ -78,6 +79,8 @@ class Orchestrator:
         """Take notice of an event and say what to do about it."""
         context = self._context
         assert now >= context.now, "time ran backwards"
+        if isinstance(event, e.BoundChanged):
+            self._check_bound(event.max_staleness)  # before anything is touched: a run survives a refusal
         context.now = now
         context.out = []
         if not self._started:
@@ -114,6 +117,7 @@ class Orchestrator:
         return Snapshot(
             newest=context.newest,
             rollout_version=context.rollout_version(),
+            max_staleness=context.mode.staleness,
             admissible=context.admissible(),
             untrained=dict(context.ledger.untrained),
             waiting={version: len(queue) for version, queue in self._rollout.waiting.items()},
@@ -312,6 +316,19 @@ class Orchestrator:
     def _on_trainer_ready(self, event: e.TrainerReady) -> bool:
         self._training.ready(event.version)
         self._pause(paused=self._training.stage is TrainerStage.TRAINING)
+        return True
+
+    def _check_bound(self, staleness: int) -> None:
+        if not self._context.mode.rebounds:
+            raise ConfigError(
+                f"'max_staleness': mode {self.config.mode} keeps its bound while it runs: only 'dora' can change it"
+            )
+        if not 0 <= staleness <= MOST_STALENESS:
+            raise ConfigError(f"'max_staleness': {staleness} is not between 0 and {MOST_STALENESS}")
+
+    def _on_bound_changed(self, event: e.BoundChanged) -> bool:
+        self._context.mode.rebound(event.max_staleness)
+        self._training.pace()
         return True
 
     # -- deadlines --------------------------------------------------------------------------------------------

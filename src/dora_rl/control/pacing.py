@@ -18,9 +18,9 @@ _STOCK = 0.75
 class Pacing:
     """Measures how long groups take and turns that into a number of groups."""
 
-    def __init__(self, groups_per_step: int, staleness: int) -> None:
+    def __init__(self, groups_per_step: int) -> None:
         self._batch = groups_per_step
-        self._most = (staleness + 1) * groups_per_step
+        self._wanted = 2 * groups_per_step
         self._latency: float | None = None
         self._sum = 0.0
         self._count = 0
@@ -30,13 +30,16 @@ class Pacing:
         self._sum += latency / SECOND
         self._count += 1
 
-    def enough(self, busy_seconds: float | None) -> int:
-        """A step begins; the trainer works so long for one. How many untrained groups are enough from now on?"""
+    def begin_step(self, busy_seconds: float | None) -> None:
+        """A step begins; the trainer works so long for one."""
         if self._count:
             mean = self._sum / self._count
             self._latency = mean if self._latency is None else (self._latency + mean) / 2
             self._sum, self._count = 0.0, 0
-        if not busy_seconds or self._latency is None:
-            return min(self._most, 2 * self._batch)
-        generating = self._latency / busy_seconds
-        return min(self._most, round(self._batch * (generating + 1 + _STOCK)))
+        if busy_seconds and self._latency is not None:
+            generating = self._latency / busy_seconds
+            self._wanted = round(self._batch * (generating + 1 + _STOCK))
+
+    def enough(self, staleness: int) -> int:
+        """How many untrained groups are enough, under a bound."""
+        return min((staleness + 1) * self._batch, self._wanted)

@@ -379,7 +379,8 @@ class Partition:
         assert context.newest is not None
         if self._training.busy_seconds is None:
             return math.inf
-        steps = version + context.mode.staleness - context.newest + 1
+        deadline = context.ledger.first_due.get(version, version + context.mode.staleness)
+        steps = deadline - context.newest + 1
         elapsed = (context.now - self._training.published_at) / SECOND
         return max(0.0, steps * self._training.busy_seconds - elapsed)
 

@@ -282,7 +282,7 @@ class Rollout:
     def _start(self, version: Version, slot: Slot) -> None:
         context = self._context
         prompt = context.prompts.popleft()
-        group = context.ledger.admit(prompt, version, slot, context.now)
+        group = context.ledger.admit(prompt, version, version + context.mode.staleness, slot, context.now)
         for trajectory in group.trajectories:
             context.fleet.place(trajectory, slot)
         slot.instance.kv_tokens += prompt.tokens + context.config.group_size

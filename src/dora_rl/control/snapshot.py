@@ -27,6 +27,8 @@ class Snapshot(Record, frozen=True, kw_only=True):
 
     newest: Version | None
     rollout_version: Version | None
+    max_staleness: int
+    """The bound under which groups are admitted now."""
     admissible: int
     """Groups that would be admitted now if there were room."""
     untrained: dict[Version, int]

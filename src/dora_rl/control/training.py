@@ -47,10 +47,10 @@ class Training:
         self.published_at: Nanoseconds = 0
         self._batch: list[GroupState] = []
         self._sent = 0
-        self._rule = StepRule(0, 1, 0)
+        self._rule = StepRule(0, 1)
         self._history: dict[StepId, tuple[GroupId, ...]] = {}
         self._replaying: StepId | None = None
-        self._pacing = Pacing(context.config.groups_per_step, context.mode.staleness)
+        self._pacing = Pacing(context.config.groups_per_step)
         self._accumulating = 0
         """Groups that were sent and not reported back."""
         self._busy: Nanoseconds = 0
@@ -146,10 +146,15 @@ class Training:
         context.fingerprints[event.version] = event.fingerprint
         self._batch = []
         self._sent = 0
-        self._rule = StepRule(event.version, context.config.groups_per_step, context.mode.staleness)
-        context.enough = self._pacing.enough(self.busy_seconds)
+        self._rule = StepRule(event.version, context.config.groups_per_step)
+        self._pacing.begin_step(self.busy_seconds)
+        self.pace()
         self._enter(TrainerStage.COLLECTING)
         return True
+
+    def pace(self) -> None:
+        """A step begins, or the bound has changed: say how many untrained groups are enough."""
+        self._context.enough = self._pacing.enough(self._context.mode.staleness)
 
     def finished(self, group: GroupState) -> None:
         """A group has ended and can be trained."""
@@ -191,10 +196,10 @@ class Training:
             return Cause(because=Because.STARTING)
         if self._context.drained and not ledger.live:
             return Cause(because=Because.FINISHED)
-        for version in ledger.ready_versions():
-            blocker = self._rule.blocker(version, ledger.untrained)
+        for deadline in ledger.ready_deadlines():
+            blocker = self._rule.blocker(deadline, ledger.due)
             if blocker is not None:
-                return Cause(because=Because.DEADLINE, version=blocker)
+                return Cause(because=Because.DEADLINE, version=ledger.oldest_due(blocker))
         if not ledger.unfinished:
             return Cause(because=Because.NO_PROMPTS)
         oldest = min(ledger.unfinished)
@@ -205,11 +210,11 @@ class Training:
     def _take(self) -> None:
         ledger = self._context.ledger
         while self._rule.count < self._context.config.groups_per_step:
-            versions = ledger.ready_versions()
-            if not versions or self._rule.blocker(versions[0], ledger.untrained) is not None:
-                return  # what blocks the oldest ready version blocks all younger ones
-            self._batch.append(ledger.take(versions[0], self._step()))
-            self._rule.take(versions[0])
+            deadlines = ledger.ready_deadlines()
+            if not deadlines or self._rule.blocker(deadlines[0], ledger.due) is not None:
+                return  # what blocks the earliest deadline blocks all later ones
+            self._batch.append(ledger.take(deadlines[0], self._step()))
+            self._rule.take(deadlines[0])
 
     def _complete(self) -> bool:
         """The batch has B groups; at the very end, all that are left."""

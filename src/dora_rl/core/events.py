@@ -186,6 +186,12 @@ class TrainerReady(Event, frozen=True, kw_only=True):
     version: Version
 
 
+class BoundChanged(Event, frozen=True, kw_only=True):
+    """From now on groups are admitted under another bound K; those admitted before keep theirs. Mode `dora` only."""
+
+    max_staleness: int
+
+
 class Tick(Event, frozen=True, kw_only=True):
     """Time has passed: a deadline that the orchestrator asked to be woken for may be due."""
 
@@ -211,5 +217,6 @@ AnyEvent = (
     | Checkpointed
     | TrainerLost
     | TrainerReady
+    | BoundChanged
     | Tick
 )

@@ -330,6 +330,13 @@ class ChaosWorld:
         self._trainer_up = False
         return True
 
+    def _change_bound(self) -> bool:
+        """Not a fault, but as untimely: another K, on its way like any report."""
+        if self.config.mode != "dora":
+            return False
+        self._reports.append(e.BoundChanged(max_staleness=self.choose(5)))
+        return True
+
     def _time_jump(self) -> bool:
         self.jump()
         return True
@@ -390,6 +397,7 @@ class ChaosWorld:
         "trainer hung": _hang_trainer,
         "environment failed": _fail_environment,
         "time jumped": _time_jump,
+        "bound changed": _change_bound,
     }
 
     def _fetch(self, count: int) -> None:

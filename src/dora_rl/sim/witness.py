@@ -39,6 +39,8 @@ class Witness:
         self.offered: list[str] = []
         self.admitted: list[tuple[str, Version]] = []
         """Prompt key and version of each group, by its id."""
+        self.bounds: list[int] = []
+        """The bound under which each group was admitted, by its id."""
         self.batches: dict[StepId, tuple[GroupId, ...]] = {}
         self.trained: dict[GroupId, StepId] = {}
         self.failed: set[GroupId] = set()
@@ -69,6 +71,8 @@ class Witness:
             self._note_published(event)
         elif isinstance(event, e.TrainerLost):
             self._asked = None
+        elif isinstance(event, e.BoundChanged):
+            self._bound = event.max_staleness
         for command in commands:
             if isinstance(event, e.Generated) and isinstance(command, c.Score):
                 latest = self._attempts.get(event.trajectory, 0)
@@ -142,6 +146,7 @@ class Witness:
             demand(command.version == self._newest, f"group {group} is not tagged with the newest version")
         self._check_version_usable(command.version)
         self.admitted.append((command.prompt.key, command.version))
+        self.bounds.append(self._bound)
         untrained = len(self.admitted) - len(self.trained) - len(self.failed)
         demand(
             untrained <= (self._bound + 1) * self._config.groups_per_step,
@@ -175,7 +180,10 @@ class Witness:
             size = self._config.group_size
             ended = all(trajectory in self._ended for trajectory in range(group * size, (group + 1) * size))
             demand(ended, f"group {group} is trained before all its trajectories have ended")
-            demand(0 <= step - version <= self._bound, f"C3: step {step} trains a group of version {version}")
+            demand(
+                0 <= step - version <= self.bounds[group],
+                f"C3: step {step} trains a group of version {version}, admitted under the bound {self.bounds[group]}",
+            )
             self.staleness[step - version] += 1
         self.batches[step] = groups
 
