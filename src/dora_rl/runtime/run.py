@@ -7,9 +7,9 @@ over: requests go on from their tokens under their own version, the trainer from
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,20 +17,23 @@ from dora_rl.control.orchestrator import Orchestrator
 from dora_rl.core import commands as c
 from dora_rl.core import events as e
 from dora_rl.core.errors import IntegrityError, UserError
-from dora_rl.core.nouns import InstanceId, Nanoseconds, TrajectoryId
+from dora_rl.core.nouns import InstanceId, Nanoseconds, TrajectoryId, Version
 from dora_rl.core.ports import drive
+from dora_rl.engine.segments import sweep
 from dora_rl.envs.data import Dataset, load
 from dora_rl.ledger.ledger import Ledger
 from dora_rl.models.loading import load_tokenizer
 from dora_rl.runtime.books import Books, Prompts
 from dora_rl.runtime.evaluation import Evaluation
 from dora_rl.runtime.folder import RunFolder
+from dora_rl.runtime.machine import Machine
 from dora_rl.runtime.nursery import Nursery
 from dora_rl.runtime.processes import Processes
 from dora_rl.runtime.recorder import Recorder
 from dora_rl.runtime.text import Text
 from dora_rl.runtime.trackers import trackers
 from dora_rl.runtime.world import LocalWorld
+from dora_rl.trainer import checkpoint
 
 _PATIENCE = 5.0
 """Seconds for processes to end by themselves."""
@@ -39,22 +42,39 @@ _PATIENCE = 5.0
 class Run:
     """One run, in this process and those that it starts."""
 
-    def __init__(self, folder: RunFolder, *, notice: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        *,
+        notice: Callable[[str], None] = lambda _: None,
+        machine: Machine = Machine(),  # noqa: B008
+    ) -> None:
         self.folder = folder
         self.config = folder.read()
-        self._lock = _lock(folder)
-        with (folder.logs / "nursery.log").open("ab") as log:
-            nursery = Nursery(log)
+        with contextlib.ExitStack() as undo:
+            self._lock = undo.enter_context(_lock(folder))
+            nursery = machine.nursery(folder.logs / "nursery.log")
+            undo.callback(nursery.close)
+            self._wire(nursery, notice, machine, undo)
+            undo.pop_all()
+
+    def _wire(
+        self, nursery: Nursery, notice: Callable[[str], None], machine: Machine, undo: contextlib.ExitStack
+    ) -> None:
+        folder = self.folder
         self.text = Text(load_tokenizer(self.config.model), self.config)
         self.dataset: Dataset = load(self.config.data, folder.base())
         self.orchestrator = Orchestrator(self.config.control)
         control = self.config.control
         self._books = Books(Prompts(self.dataset), self.text.encode, control.group_size)
         self._processes: Processes | None = None
-        self._ledger = Ledger(folder.ledger, control.group_size, mirror=folder.events, woken=self._wake)
+        self._ledger = Ledger(
+            folder.ledger, control.group_size, mirror=folder.events, woken=self._wake, opened=machine.connect
+        )
+        undo.callback(self._ledger.close)
         past = self._replay()
-        origin = time.monotonic_ns() - past.at
-        self._processes = Processes(folder, self.config, nursery, origin)
+        origin = machine.clock() - past.at
+        self._processes = Processes(folder, self.config, nursery, origin, machine.link)
         store = folder.store(self.config)
         self.recorder = Recorder(folder, trackers(folder, self.config), past.at)
         self.world = LocalWorld(
@@ -69,7 +89,9 @@ class Run:
             decode=self.text.decode,
             origin=origin,
             notice=notice,
+            clock=machine.clock,
         )
+        self.world.newest = self.orchestrator.newest
         self.world.mixture = self.text.mixture
         self._evaluate(store)
         self._past = past
@@ -79,8 +101,8 @@ class Run:
         try:
             if self._past.at:
                 self.world.again(self._past.losses(), self._past.open_commands())
-            if not self.orchestrator.finished:
-                self.world.begin(self.config.rollout.instances)
+            if not self.orchestrator.finished or not self._saved():
+                self.world.begin(0 if self.orchestrator.finished else self.config.rollout.instances)
                 drive(_Watched(self.orchestrator, watch), self.world)
         finally:
             self.close()
@@ -89,12 +111,17 @@ class Run:
         """End all processes; what is finished is kept."""
         assert self._processes is not None
         self._processes.stop(patience=_PATIENCE)
+        sweep()  # what instances that were killed have left in shared memory
         self._ledger.close()
         self.recorder.settle(self.world.now())
         self.recorder.close()
         self._lock.close()
         if self.orchestrator.finished and self.config.weights == "memory":
             self.folder.store(self.config).clear()
+
+    def _saved(self) -> bool:
+        """The run's last version is a checkpoint."""
+        return self.orchestrator.newest in checkpoint.versions(self.folder.checkpoints)
 
     def _evaluate(self, store: Any) -> None:
         held_out = self.dataset.held_out
@@ -129,7 +156,17 @@ class Run:
         for group in self._books.groups.values():
             for trajectory in group.trajectories:
                 self._books.recall(self._ledger, trajectory)
+        self._compare(checkpoint.versions(self.folder.checkpoints))
         return past
+
+    def _compare(self, checkpoints: list[Version]) -> None:
+        """An update is begun only when the ledger has it on disk, so no checkpoint can be ahead of the ledger."""
+        newest = -1 if self.orchestrator.newest is None else self.orchestrator.newest
+        if checkpoints and checkpoints[-1] > newest + 1:
+            raise IntegrityError(
+                f"{self.folder.ledger} ends with version {newest}, but there is a checkpoint of version "
+                f"{checkpoints[-1]}: the ledger has lost what was on disk; put back a copy of it"
+            )
 
 
 class _Watched:

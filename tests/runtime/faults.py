@@ -1,0 +1,128 @@
+"""Faulty parts of a machine: a wire that loses frames, a disk that is full for a while, a clock that jumps."""
+
+from __future__ import annotations
+
+import random
+import socket
+import sqlite3
+import struct
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dora_rl.ledger.ledger import connect
+from dora_rl.runtime.machine import Machine
+from dora_rl.runtime.nursery import Nursery
+
+_HEAD = struct.Struct("<II")
+
+
+def machine(order: dict[str, Any], nursery: Callable[[Path], Nursery]) -> Machine:
+    """The machine that an order asks for."""
+    parts: dict[str, Any] = {"nursery": nursery}
+    if "wire" in order:
+        parts["link"] = Wire(**order["wire"]).link
+    if "full" in order:
+        parts["connect"] = lambda path: FullDisk(connect(path), *order["full"])
+    if "jumps" in order:
+        parts["clock"] = Clock(order["jumps"])
+    return Machine(**parts)
+
+
+class Clock:
+    """Follows the machine's clock, and jumps: at so many seconds, by so many seconds."""
+
+    def __init__(self, jumps: list[tuple[float, float]]) -> None:
+        self._jumps = jumps
+        self._begin = time.monotonic()
+
+    def __call__(self) -> int:
+        passed = time.monotonic() - self._begin
+        return time.monotonic_ns() + sum(round(by * 1e9) for at, by in self._jumps if passed >= at)
+
+
+class FullDisk:
+    """A connection to a disk that is full from one moment to another, in seconds."""
+
+    def __init__(self, connection: sqlite3.Connection, begin: float, end: float) -> None:
+        self._connection = connection
+        self._begin = time.monotonic() + begin
+        self._end = time.monotonic() + end
+
+    def execute(self, statement: str, values: Any = ()) -> sqlite3.Cursor:
+        if self._begin <= time.monotonic() < self._end:
+            error = sqlite3.OperationalError("database or disk is full")
+            error.sqlite_errorcode = sqlite3.SQLITE_FULL
+            raise error
+        return self._connection.execute(statement, values)
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def __enter__(self) -> FullDisk:
+        self._connection.__enter__()
+        return self
+
+    def __exit__(self, *details: Any) -> None:
+        self._connection.__exit__(*details)
+
+
+class Wire:
+    """Links whose frames go through a thread that drops, doubles or delays a few of them."""
+
+    def __init__(self, seed: int, faults: int, rate: float, kinds: list[str]) -> None:
+        self._dice = random.Random(seed)
+        self._left = faults
+        self._rate = rate
+        self._kinds = kinds
+
+    def link(self) -> tuple[socket.socket, socket.socket]:
+        ours, near = socket.socketpair()
+        far, theirs = socket.socketpair()
+        for source, target in ((near, far), (far, near)):
+            threading.Thread(target=self._relay, args=(source, target), daemon=True).start()
+        return ours, theirs
+
+    def _relay(self, source: socket.socket, target: socket.socket) -> None:
+        try:
+            while frame := _frame(source):
+                for one in self._mangled(frame):
+                    target.sendall(one)
+        except OSError:
+            pass
+        for end in (source, target):
+            try:
+                end.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+        target.close()
+
+    def _mangled(self, frame: bytes) -> list[bytes]:
+        if self._left <= 0 or self._dice.random() > self._rate:
+            return [frame]
+        self._left -= 1
+        match self._dice.choice(self._kinds):
+            case "drop":
+                return []
+            case "double":
+                return [frame, frame]
+            case _:
+                time.sleep(self._dice.random())
+                return [frame]
+
+
+def _frame(source: socket.socket) -> bytes:
+    head = _exactly(source, _HEAD.size)
+    return head + _exactly(source, _HEAD.unpack(head)[0]) if head else b""
+
+
+def _exactly(source: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        part = source.recv(size - len(data))
+        if not part:
+            return b""
+        data += part
+    return bytes(data)
