@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import socket
 import sqlite3
@@ -93,10 +94,8 @@ class Wire:
         except OSError:
             pass
         for end in (source, target):
-            try:
+            with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
         target.close()
 
     def _mangled(self, frame: bytes) -> list[bytes]:

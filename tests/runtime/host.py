@@ -7,6 +7,7 @@ forked too, until it is killed. `python -m tests.runtime.host` reads one order a
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from dora_rl.runtime.folder import RunFolder
-from dora_rl.runtime.nursery import Nursery, serve
+from dora_rl.runtime.nursery import _IMPORTS, Nursery, serve
 
 
 class Forked:
@@ -204,11 +205,8 @@ def alive(pid: int) -> bool:
 
 
 def main() -> None:
-    import dora_rl.runtime.instance
-    import dora_rl.runtime.judge
-    import dora_rl.runtime.run
-    import dora_rl.runtime.trainer
-    import peft  # noqa: F401
+    for name in (*_IMPORTS, "dora_rl.runtime.run"):
+        importlib.import_module(name)
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:

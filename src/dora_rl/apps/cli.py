@@ -7,6 +7,7 @@ import sys
 import typer
 from rich.console import Console
 
+from dora_rl.apps.audit import audit
 from dora_rl.apps.generate import generate
 from dora_rl.apps.sft import sft
 from dora_rl.apps.simulate import plan_command, sim
@@ -38,6 +39,7 @@ def version() -> None:
 app.command("sim")(sim)
 app.command("plan")(plan_command)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(train)
+app.command()(audit)
 app.command()(sft)
 app.command()(generate)
 

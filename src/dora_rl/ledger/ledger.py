@@ -163,6 +163,13 @@ class Ledger:
         """The event log from its beginning, each line checked against the chain."""
         yield from read_events(self._reader)
 
+    def compare(self, log: list[Logged]) -> None:
+        """Refuse tables that are not what the log says: they would be written on."""
+        from dora_rl.ledger.audit import compare_tables
+
+        for problem in compare_tables(self._reader, log, self._group_size):
+            raise IntegrityError(f"{self._path} is damaged: {problem}; put back a copy of it")
+
     def trajectory(self, trajectory: TrajectoryId) -> tuple[list[SaidRow], str | None]:
         """What a trajectory said and why it ended, as far as written; `IntegrityError` if that was damaged."""
         return read_said(self._reader, trajectory)

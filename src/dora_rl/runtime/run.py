@@ -30,6 +30,7 @@ from dora_rl.runtime.machine import Machine
 from dora_rl.runtime.nursery import Nursery
 from dora_rl.runtime.processes import Processes
 from dora_rl.runtime.recorder import Recorder
+from dora_rl.runtime.replay import replay
 from dora_rl.runtime.text import Text
 from dora_rl.runtime.trackers import trackers
 from dora_rl.runtime.world import LocalWorld
@@ -143,16 +144,12 @@ class Run:
             self._processes.wake()
 
     def _replay(self) -> _Past:
-        past = _Past()
-        for logged in self._ledger.events():
-            commands = self.orchestrator.step(logged.event, logged.at)
-            if commands != logged.commands:
-                raise IntegrityError(
-                    f"event {logged.seq} was answered otherwise when it happened: the run was made by another dora-rl "
-                    "or with another configuration"
-                )
-            self._books.note(logged.event, commands)
-            past.note(logged.event, commands, logged.at)
+        past, log = _Past(), []
+        for logged in replay(self.orchestrator, self._ledger.events()):
+            self._books.note(logged.event, list(logged.commands))
+            past.note(logged.event, logged.commands, logged.at)
+            log.append(logged)
+        self._ledger.compare(log)
         for group in self._books.groups.values():
             for trajectory in group.trajectories:
                 self._books.recall(self._ledger, trajectory)
