@@ -62,7 +62,10 @@ class ForkedNursery(Nursery):
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
-            ours.close()
+            # As `exec` would have it: nothing of the supervisor is open here, least of all its lock.
+            kept = theirs.fileno()
+            os.closerange(3, kept)
+            os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
             os.setsid()
             serve(theirs, parent)
             os._exit(0)

@@ -106,7 +106,6 @@ def settings(base: Path, mode: str = "dora", **control: Any) -> dict[str, Any]:
                 "host_bytes": 1 << 22,
                 "max_context": 80,
                 "stream_every": 4,
-                "kernels": "torch",
             },
         },
         "trainer": {"optimiser": {"learning_rate": 1e-3}},

@@ -12,7 +12,6 @@ import msgspec
 import pytest
 
 from dora_rl.apps.audit import audited, verdict
-from dora_rl.control.modes import ModeName
 from dora_rl.ledger.derive import derive
 from dora_rl.ledger.ledger import chain, read_events
 from dora_rl.ledger.schema import TABLES
@@ -20,7 +19,7 @@ from dora_rl.runtime.folder import RunFolder
 from tests.runtime.host import Host
 from tests.runtime.making import make_run, settings
 
-MODES: list[ModeName] = ["sync", "one_step_off", "partial", "dora"]
+MODES = ["sync", "one_step_off", "partial", "dora"]
 
 
 @pytest.fixture(scope="module")

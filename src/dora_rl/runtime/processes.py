@@ -1,7 +1,8 @@
 """The processes of a run and their lives.
 
 Invariants:
-- every process has a name of its own for each life, so late words of a former life can't be taken for the new one's;
+- every process has a name of its own for each life, also over restarts of the supervisor, so that nothing that is
+  meant for a former life, or said by it, can be taken for the new one's;
 - a process that ends is noticed by the end of its channel, at once;
 - it is started again after a pause that doubles with each failure in a row; after too many it is given up. Failures
   are in a row if they follow soon, or if the process names the same cause each time, however long it lives;
@@ -17,7 +18,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -79,9 +80,11 @@ class Processes:
         config: RunConfig,
         nursery: Nursery,
         origin: Nanoseconds,
+        lives: Mapping[str, int],
         link: Link = socket.socketpair,
     ) -> None:
         self._nursery = nursery
+        self._lives = lives
         self._link = link
         self._folder = folder
         self._config = config
@@ -95,7 +98,7 @@ class Processes:
 
     def start(self, role: str, place: str, threads: int) -> Process:
         """Fill a place."""
-        process = Process(role, place, threads)
+        process = Process(role, place, threads, life=self._lives.get(place, 0))
         self.all.append(process)
         self._spawn(process)
         return process

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -36,6 +37,8 @@ from dora_rl.runtime.trackers import trackers
 from dora_rl.runtime.world import LocalWorld
 from dora_rl.trainer import checkpoint
 
+_DYING = 1.0
+"""Seconds in which a supervisor that was killed lets go of its run."""
 _PATIENCE = 5.0
 """Seconds for processes to end by themselves."""
 
@@ -75,7 +78,7 @@ class Run:
         undo.callback(self._ledger.close)
         past = self._replay()
         origin = machine.clock() - past.at
-        self._processes = Processes(folder, self.config, nursery, origin, machine.link)
+        self._processes = Processes(folder, self.config, nursery, origin, past.lives, machine.link)
         store = folder.store(self.config)
         self.recorder = Recorder(folder, trackers(folder, self.config), past.at)
         self.world = LocalWorld(
@@ -187,6 +190,8 @@ class _Past:
 
     def __init__(self) -> None:
         self.at: Nanoseconds = 0
+        self.lives: dict[str, int] = {}
+        """The last life of each place: names are never used again."""
         self._instances: dict[InstanceId, None] = {}
         self._scores: dict[TrajectoryId, c.Score] = {}
         self._fetch: c.FetchPrompts | None = None
@@ -197,6 +202,8 @@ class _Past:
         match event:
             case e.InstanceJoined(spec=spec):
                 self._instances[spec.instance] = None
+                place, _, life = spec.instance.rpartition(".")
+                self.lives[place] = max(int(life), self.lives.get(place, 0))
             case e.InstanceLost(instance=instance):
                 self._instances.pop(instance, None)
             case e.Scored(trajectory=trajectory) | e.TrajectoryFailed(trajectory=trajectory):
@@ -237,9 +244,14 @@ class _Past:
 def _lock(folder: RunFolder) -> Any:
     """One supervisor at a time."""
     file = (folder.path / ".lock").open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise UserError(f"the run {folder.path} is already going on in another process") from None
-    return file
+    end = time.monotonic() + _DYING
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                file.close()
+                raise UserError(f"the run {folder.path} is already going on in another process") from None
+            time.sleep(0.02)
+        else:
+            return file

@@ -44,6 +44,7 @@ class TrainerProcess:
         settings = config.trainer.model_copy(update={"temperature": config.sampling.temperature})
         self._trainer = Trainer(loaded.model, settings)
         self._store = self._folder.store(config)
+        self._store.sweep()
         self._due = False
         """A checkpoint is to be written after the next publishing."""
         self._saved: Version | None = None

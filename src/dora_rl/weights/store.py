@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 _NAME = re.compile(r"v(\d{8})\.safetensors")
 _ALIGNMENT = 64  # of the data: a cache line, so that mapped tensors are as good as allocated ones
 _UNSET = "0" * 64
+_STAGED = ".staged-"
 
 
 class Manifest(NamedTuple):
@@ -132,7 +133,7 @@ class WeightStore:
         if not write:
             deque(tensors, maxlen=0)
             return ""
-        staged = self._folder / f".staged-{uuid.uuid4().hex}"
+        staged = self._folder / f"{_STAGED}{uuid.uuid4().hex}"
         try:
             found = _write(staged, version, specs, tensors, adapter, self._durable)
             with self._locked():
@@ -188,6 +189,11 @@ class WeightStore:
             for version in freed:
                 self.path(version).unlink()
         return freed
+
+    def sweep(self) -> None:
+        """Remove what publishers that were killed have left half-written; only while nobody publishes."""
+        for path in self._folder.glob(f"{_STAGED}*"):
+            path.unlink(missing_ok=True)
 
     def clear(self) -> None:
         """Remove the store. Tensors that are mapped stay valid."""
