@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import socket
 import sqlite3
@@ -12,6 +13,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from dora_rl.ledger.ledger import connect
 from dora_rl.runtime.machine import Machine
@@ -23,13 +26,25 @@ _HEAD = struct.Struct("<II")
 def machine(order: dict[str, Any], nursery: Callable[[Path], Nursery]) -> Machine:
     """The machine that an order asks for."""
     parts: dict[str, Any] = {"nursery": nursery}
+    note = Note(Path(order["folder"]) / "logs" / "faults")
     if "wire" in order:
-        parts["link"] = Wire(**order["wire"]).link
+        parts["link"] = Wire(**order["wire"], note=note).link
     if "full" in order:
-        parts["connect"] = lambda path: FullDisk(connect(path), *order["full"])
+        parts["connect"] = lambda path: FullDisk(connect(path), *order["full"], note)
     if "jumps" in order:
         parts["clock"] = Clock(order["jumps"])
     return Machine(**parts)
+
+
+class Note:
+    """Writes down which faults have really happened."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __call__(self, fault: str) -> None:
+        with self._path.open("a") as file:
+            file.write(f"{fault}\n")
 
 
 class Clock:
@@ -47,13 +62,15 @@ class Clock:
 class FullDisk:
     """A connection to a disk that is full from one moment to another, in seconds."""
 
-    def __init__(self, connection: sqlite3.Connection, begin: float, end: float) -> None:
+    def __init__(self, connection: sqlite3.Connection, begin: float, end: float, note: Note) -> None:
         self._connection = connection
+        self._note = note
         self._begin = time.monotonic() + begin
         self._end = time.monotonic() + end
 
     def execute(self, statement: str, values: Any = ()) -> sqlite3.Cursor:
         if self._begin <= time.monotonic() < self._end:
+            self._note("full")
             error = sqlite3.OperationalError("database or disk is full")
             error.sqlite_errorcode = sqlite3.SQLITE_FULL
             raise error
@@ -73,7 +90,8 @@ class FullDisk:
 class Wire:
     """Links whose frames go through a thread that drops, doubles or delays a few of them."""
 
-    def __init__(self, seed: int, faults: int, rate: float, kinds: list[str]) -> None:
+    def __init__(self, seed: int, faults: int, rate: float, kinds: list[str], note: Note) -> None:
+        self._note = note
         self._dice = random.Random(seed)
         self._left = faults
         self._rate = rate
@@ -99,10 +117,14 @@ class Wire:
         target.close()
 
     def _mangled(self, frame: bytes) -> list[bytes]:
+        if "bundle" in self._kinds and b"Exported" in frame[:64] and _damage_bundle(frame, self._dice):
+            self._note("bundle")
         if self._left <= 0 or self._dice.random() > self._rate:
             return [frame]
         self._left -= 1
-        match self._dice.choice(self._kinds):
+        kind = self._dice.choice([kind for kind in self._kinds if kind != "bundle"])
+        self._note(kind)
+        match kind:
             case "drop":
                 return []
             case "double":
@@ -110,6 +132,20 @@ class Wire:
             case _:
                 time.sleep(self._dice.random())
                 return [frame]
+
+
+def _damage_bundle(frame: bytes, dice: random.Random) -> bool:
+    """Flip a byte in the header of a bundle that is on its way."""
+    path = Path(msgspec.msgpack.decode(frame[_HEAD.size :])["bundle"] or os.devnull)
+    if not path.is_file():
+        return False
+    with path.open("r+b") as file:
+        place = dice.randrange(64, 256)  # the first request's frame, behind the file's own head
+        file.seek(place)
+        byte = file.read(1)
+        file.seek(place)
+        file.write(bytes([byte[0] ^ 0x55]))
+    return True
 
 
 def _frame(source: socket.socket) -> bytes:

@@ -157,7 +157,16 @@ class Run:
             for trajectory in group.trajectories:
                 self._books.recall(self._ledger, trajectory)
         self._compare(checkpoint.versions(self.folder.checkpoints))
+        if not self.orchestrator.finished:
+            self._hold(past.held)
         return past
+
+    def _hold(self, versions: set[Version]) -> None:
+        """Groups in flight go on under their own version, so its weights must still be there."""
+        gone = sorted(versions - set(self.folder.store(self.config).versions())) if versions else []
+        if gone:
+            hint = "; weights in memory do not outlive a restart" if self.config.weights == "memory" else ""
+            raise IntegrityError(f"the run can't be resumed: the weights of version {gone[0]} are gone{hint}")
 
     def _compare(self, checkpoints: list[Version]) -> None:
         """An update is begun only when the ledger has it on disk, so no checkpoint can be ahead of the ledger."""
@@ -190,6 +199,8 @@ class _Past:
 
     def __init__(self) -> None:
         self.at: Nanoseconds = 0
+        self.held: set[Version] = set()
+        """Versions that were published and not retired."""
         self.lives: dict[str, int] = {}
         """The last life of each place: names are never used again."""
         self._instances: dict[InstanceId, None] = {}
@@ -210,6 +221,8 @@ class _Past:
                 self._scores.pop(trajectory, None)
             case e.PromptsArrived():
                 self._fetch = None
+            case e.Published(version=version):
+                self.held.add(version)
             case _:
                 pass
         for command in commands:
@@ -222,6 +235,7 @@ class _Past:
                     self._fetch = command
                 case c.Retire():
                     self._retired.append(command)
+                    self.held.discard(command.version)
                 case c.EvictInstance(instance=instance):
                     self._instances.pop(instance, None)
                 case _:
