@@ -30,7 +30,7 @@ def machine(order: dict[str, Any], nursery: Callable[[Path], Nursery]) -> Machin
     if "wire" in order:
         parts["link"] = Wire(**order["wire"], note=note).link
     if "full" in order:
-        parts["connect"] = lambda path: FullDisk(connect(path), *order["full"], note)
+        parts["connect"] = lambda path: FullDisk(connect(path), *order["full"], note=note)
     if "jumps" in order:
         parts["clock"] = Clock(order["jumps"])
     return Machine(**parts)
