@@ -30,7 +30,8 @@ def machine(order: dict[str, Any], nursery: Callable[[Path], Nursery]) -> Machin
     if "wire" in order:
         parts["link"] = Wire(**order["wire"], note=note).link
     if "full" in order:
-        parts["connect"] = lambda path: FullDisk(connect(path), *order["full"], note=note)
+        begin, end = order["full"]
+        parts["connect"] = lambda path: FullDisk(connect(path), begin, end, note)
     if "jumps" in order:
         parts["clock"] = Clock(order["jumps"])
     return Machine(**parts)

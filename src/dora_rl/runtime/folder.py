@@ -104,6 +104,6 @@ class RunFolder:
             document = json.loads(self.config.read_text())
             assert isinstance(document["base"], str)
             assert isinstance(document["config"], dict)
-        except (OSError, ValueError, KeyError, AssertionError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, AssertionError) as error:
             raise UserError(f"{self.config} can't be read: {error}") from error
         return document
