@@ -45,7 +45,7 @@ def leftovers(supervisor: Supervisor, outcome: dict[str, Any]) -> list[str]:
     return found + [f"{path} is left half-written" for path in litter]
 
 
-def wait_for_events(supervisor: Supervisor, count: int, seconds: float = 60.0) -> bool:
+def wait_for_events(supervisor: Supervisor, count: int, seconds: float = 240.0) -> bool:
     """Until so many events are on disk; False if the run ends before."""
     end = time.monotonic() + seconds
     while supervisor.events() < count:

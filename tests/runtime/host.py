@@ -156,7 +156,7 @@ class Supervisor:
         except FileNotFoundError:
             return 0
 
-    def wait(self, seconds: float = 60.0) -> dict[str, Any]:
+    def wait(self, seconds: float = 240.0) -> dict[str, Any]:
         """What it said when it ended; without `code` if it was killed."""
         end = time.monotonic() + seconds
         while self.alive():
@@ -195,7 +195,7 @@ class Host:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
-        self._process.wait(timeout=20)
+        self._process.wait(timeout=120)
         self._process.stdout.close()
 
 

@@ -46,8 +46,8 @@ def kills_always(prompts, completions, **_):
 def hangs_always(prompts, completions, **_):
     time.sleep(3600)
 
-def nan_always(prompts, completions, **_):
-    return [float("nan") for _ in completions]
+def huge(prompts, completions, **_):
+    return [3e38 if len(text) % 2 else -3e38 for text in completions]
 '''
 
 

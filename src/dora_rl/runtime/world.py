@@ -309,6 +309,8 @@ class LocalWorld:
                 f"no {process.role} is left: {process.place} failed {process.failures} times in a row, last with: "
                 f"{process.last_words}; see {process.place}.log in the run's logs, then resume the run"
             )
+        if process.role != "trainer":
+            self._notice(f"the run goes on with {len(left)} {process.role}{'s' if len(left) > 1 else ''}")
 
     def _look(self) -> None:
         """What is done now and then."""
