@@ -4,7 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help setup format test lint types check soak bench-control bench-engine bench-trainer paper-table warm-start clean
+.PHONY: help setup format test lint types check soak chaos fuzz soak-run quickstart warm-start clean \
+	bench-control bench-engine bench-trainer bench-run bench-learning paper-table
 .DEFAULT_GOAL := help
 
 help:            ## list the targets
@@ -32,6 +33,15 @@ check: lint types test  ## all of the above
 
 soak: setup      ## run SCHEDULES random fault schedules (default 20000) from SEED
 	$(BIN)/python -m tests.soak --schedules $(or $(SCHEDULES),20000) --seed $(or $(SEED),0)
+
+chaos: setup     ## run RUNS whole runs (default 100) of a small job with random faults from SEED, then audit each
+	$(BIN)/python -m tests.chaos_run --runs $(or $(RUNS),100) --seed $(or $(SEED),0)
+
+fuzz: setup      ## feed INPUTS damaged inputs (default 20000) to everything that parses
+	$(BIN)/python -m tests.fuzz --inputs $(or $(INPUTS),20000)
+
+soak-run: setup  ## a run at full load for MINUTES (default 60) with a fault every minute: memory, descriptors, leftovers
+	$(BIN)/python -m benchmarks.soak_run --minutes $(or $(MINUTES),60)
 
 bench-control: setup  ## cost of an orchestrator event at 64 and at 4,096 instances, and the simulator's speed
 	$(BIN)/python -m benchmarks.control

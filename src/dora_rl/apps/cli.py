@@ -7,6 +7,7 @@ import sys
 import typer
 from rich.console import Console
 
+from dora_rl.apps.audit import audit
 from dora_rl.apps.evaluate import evaluate
 from dora_rl.apps.generate import generate
 from dora_rl.apps.init import init
@@ -42,6 +43,7 @@ def version() -> None:
 app.command("sim")(sim)
 app.command("plan")(plan_command)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(train)
+app.command()(audit)
 app.command()(sft)
 app.command()(generate)
 app.command()(report)

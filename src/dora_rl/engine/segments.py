@@ -35,7 +35,7 @@ class Segments:
         self._folder = memory if memory.is_dir() else Path(tempfile.gettempdir())
         self._made: dict[Path, mmap.mmap] = {}
         weakref.finalize(self, _remove, self._made, os.getpid())
-        _sweep(self._folder)
+        sweep(self._folder)
 
     def take(self, size: int) -> tuple[memoryview, Path]:
         """A segment of at least this size, and its name."""
@@ -74,7 +74,7 @@ def _remove(made: dict[Path, mmap.mmap], owner: int) -> None:
             path.unlink(missing_ok=True)
 
 
-def _sweep(folder: Path) -> None:
+def sweep(folder: Path = Path("/dev/shm")) -> None:  # noqa: S108
     """Remove what processes left behind that are no more."""
     for path in folder.glob(f"{PREFIX}*"):
         owner = path.name.removeprefix(PREFIX).split("-")[0]

@@ -5,11 +5,14 @@ Invariants:
 - a batch counts as durable when SQLite has forced it to disk; `durable` is the last event of which that is true;
 - nothing that can't be undone (an optimiser step, a version freed) is begun before the event that asked for it is
   durable; the runtime waits for that with `sync`;
-- a write that fails (disk full) is kept and tried again; the run waits and says so. Nothing is skipped.
+- a write that fails (disk full) is kept and tried again; the run waits and says so. Nothing is skipped;
+- a write that can never succeed (damaged file) is `failure`; nothing is durable from then on;
+- what is read is what was written, or `IntegrityError`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import sqlite3
 import threading
@@ -30,6 +33,17 @@ from dora_rl.ledger.schema import SCHEMA_VERSION, TABLES
 _EVENT = msgspec.json.Decoder(AnyEvent)
 _COMMANDS = msgspec.json.Decoder(list[AnyCommand])
 _JSON = msgspec.json.Encoder()
+_PASSING = {
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_NOMEM,
+}
+"""Errors that somebody can mend while the run waits."""
+_SECONDS = "INSERT INTO meta VALUES ('seconds', ?) ON CONFLICT DO UPDATE SET value = excluded.value"
 _GATHER = 0.1
 """Seconds for which writes are gathered: the most that a power loss can cost of what was said."""
 _RETRY = 1.0
@@ -66,23 +80,34 @@ class Ledger:
     """The ledger of one run, open for writing."""
 
     def __init__(
-        self, path: Path, group_size: int, *, mirror: Path | None = None, woken: Callable[[], None] = lambda: None
+        self,
+        path: Path,
+        group_size: int,
+        *,
+        mirror: Path | None = None,
+        woken: Callable[[], None] = lambda: None,
+        opened: Callable[[Path], sqlite3.Connection] | None = None,
     ) -> None:
         self._path = path
+        self._opened = opened or connect
+        """How the writer opens the ledger."""
         self._mirror = mirror
         """The event log for people, written after it is durable."""
         self._group_size = group_size
         self._woken = woken
         """Called from the writer's thread whenever `durable` has grown."""
         self._reader = connect(path, create=True)
+        check_pages(self._reader, path)
         self.seq, self._chain = _tail(self._reader)
         self.durable = self.seq
         if mirror is not None:
             self._copy(mirror)
-        self.seconds = 0.0
-        """Spent on writing, by the writer's thread."""
+        self._handing = self._writing = 0.0
         self.trouble = ""
         """Why nothing can be written just now."""
+        self.failure = ""
+        """Why nothing will be written any more."""
+        self._before = spent(self._reader)
         self._statements: list[Statement] = []
         self._lines: list[bytes] = []
         self._lock = threading.Lock()
@@ -94,6 +119,7 @@ class Ledger:
 
     def log(self, event: Event, commands: list[Command], at: Nanoseconds) -> int:
         """Write down an event and what it was answered with; its number."""
+        begin = time.thread_time()
         number = self.seq + 1
         event_json, commands_json = _JSON.encode(event), _JSON.encode(commands)
         self._chain = chain(self._chain, number, at, event_json, commands_json)
@@ -102,16 +128,24 @@ class Ledger:
         statements += derive(event, commands, at, self._group_size)
         line = b'{"seq":%d,"at":%d,"event":%s,"commands":%s}\n' % (number, at, event_json, commands_json)
         self._put(statements, line, number)
+        self._handing += time.thread_time() - begin
         return number
 
     def said(self, rows: Sequence[SaidRow], ended: Sequence[tuple[TrajectoryId, str]]) -> None:
         """Write down what was said, never later than the events that follow from it."""
+        begin = time.thread_time()
         statements: list[Statement] = [
-            ("INSERT OR IGNORE INTO said VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row) for row in rows
+            ("INSERT OR IGNORE INTO said VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", (*row, digest(row))) for row in rows
         ]
-        statements += [("INSERT OR IGNORE INTO ended VALUES (?, ?)", row) for row in ended]
+        statements += [("INSERT OR IGNORE INTO ended VALUES (?, ?, ?)", (*row, digest(row))) for row in ended]
         with self._lock:
             self._statements += statements
+        self._handing += time.thread_time() - begin
+
+    @property
+    def seconds(self) -> float:
+        """Of processor time spent on the ledger since it was opened: handing over and writing."""
+        return self._handing + self._writing
 
     def sync(self) -> None:
         """Write at once, rather than when a batch has gathered; `durable` says when it is done."""
@@ -129,13 +163,16 @@ class Ledger:
         """The event log from its beginning, each line checked against the chain."""
         yield from read_events(self._reader)
 
-    def trajectory(self, trajectory: TrajectoryId) -> tuple[list[SaidRow], str | None, float | None]:
-        """What a trajectory said, why it ended and its reward, as far as written."""
-        query = "SELECT * FROM said WHERE trajectory = ? ORDER BY start"
-        rows = [SaidRow(*row) for row in self._reader.execute(query, (trajectory,))]
-        ended = self._reader.execute("SELECT reason FROM ended WHERE trajectory = ?", (trajectory,)).fetchone()
-        known = self._reader.execute("SELECT reward FROM trajectories WHERE id = ?", (trajectory,)).fetchone()
-        return rows, ended[0] if ended else None, known[0] if known else None
+    def compare(self, log: list[Logged]) -> None:
+        """Refuse tables that are not what the log says: they would be written on."""
+        from dora_rl.ledger.audit import compare_tables
+
+        for problem in compare_tables(self._reader, log, self._group_size):
+            raise IntegrityError(f"{self._path} is damaged: {problem}; put back a copy of it")
+
+    def trajectory(self, trajectory: TrajectoryId) -> tuple[list[SaidRow], str | None]:
+        """What a trajectory said and why it ended, as far as written; `IntegrityError` if that was damaged."""
+        return read_said(self._reader, trajectory)
 
     def _put(self, statements: list[Statement], line: bytes, number: int) -> None:
         with self._lock:
@@ -146,14 +183,22 @@ class Ledger:
 
     def _copy(self, mirror: Path) -> None:
         """Make the event log for people what the ledger says: a crash may have left it behind, or ahead."""
-        with mirror.open("wb") as file:
+        with contextlib.suppress(OSError), mirror.open("wb") as file:
             for row in self._reader.execute("SELECT seq, at, event, commands FROM events ORDER BY seq"):
                 file.write(b'{"seq":%d,"at":%d,"event":%s,"commands":%s}\n' % row)
 
     # -- the writer's thread ----------------------------------------------------------------------------------
 
     def _write(self) -> None:
-        connection = connect(self._path)
+        try:
+            self._serve(self._opened(self._path))
+        except Exception as error:  # whatever it is, the run must hear of it
+            self.failure = (
+                f"the ledger {self._path} can't be written any more ({error}); put back a copy of it and resume the run"
+            )
+            self._woken()
+
+    def _serve(self, connection: sqlite3.Connection) -> None:
         while True:
             self._work.wait()
             if not self._closing:
@@ -164,33 +209,41 @@ class Ledger:
                 batch, self._statements = self._statements, []
                 lines, self._lines = self._lines, []
                 upto = self.seq
-            self._commit(connection, batch)
-            self.durable = upto
-            self._woken()
-            if self._mirror is not None:
-                with self._mirror.open("ab") as file:
-                    file.writelines(lines)
+            if self._commit(connection, batch):
+                self.durable = upto
+                self._woken()
+                self._show(lines)
             if self._closing and not self._statements:
                 connection.close()
                 return
 
-    def _commit(self, connection: sqlite3.Connection, batch: list[Statement]) -> None:
+    def _show(self, lines: list[bytes]) -> None:
+        """The log for people is made anew whenever the ledger is opened, so it may lack what there is no room for."""
+        if self._mirror is not None:
+            with contextlib.suppress(OSError), self._mirror.open("ab") as file:
+                file.writelines(lines)
+
+    def _commit(self, connection: sqlite3.Connection, batch: list[Statement]) -> bool:
+        """Write a batch, however long it takes; False if the end of the run came first."""
         while True:
             begin = time.thread_time()
             try:
                 with connection:
                     for statement, values in batch:
                         connection.execute(statement, values)
+                    connection.execute(_SECONDS, (f"{self._before + self.seconds:.3f}",))
                 self.trouble = ""
-                return
+                return True
             except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode & 0xFF not in _PASSING:
+                    raise
                 self.trouble = f"the ledger {self._path} can't be written ({error}); free some space, the run waits"
                 self._woken()
                 if self._closing:
-                    return
+                    return False
                 time.sleep(_RETRY)
             finally:
-                self.seconds += time.thread_time() - begin
+                self._writing += time.thread_time() - begin
 
 
 def connect(path: Path, *, create: bool = False) -> sqlite3.Connection:
@@ -212,6 +265,16 @@ def connect(path: Path, *, create: bool = False) -> sqlite3.Connection:
     return connection
 
 
+def check_pages(connection: sqlite3.Connection, path: Path) -> None:
+    """Refuse a file whose pages contradict each other."""
+    try:
+        found = [str(row[0]) for row in connection.execute("PRAGMA quick_check(1)")]
+    except sqlite3.DatabaseError as error:
+        found = [str(error)]
+    if found != ["ok"]:
+        raise LedgerError(f"{path} is damaged: {found[0]}; put back a copy of it")
+
+
 def read_events(connection: sqlite3.Connection) -> Iterator[Logged]:
     """The event log, each line checked against the chain; raises `IntegrityError` where it was tampered with."""
     last, link = 0, b""
@@ -222,8 +285,42 @@ def read_events(connection: sqlite3.Connection) -> Iterator[Logged]:
                 raise IntegrityError(f"the event log is not what was written: event {last + 1} was changed or removed")
             last = seq
             yield Logged(seq, at, _EVENT.decode(event), _COMMANDS.decode(commands))
-    except (sqlite3.DatabaseError, msgspec.DecodeError) as error:
+    except (sqlite3.DatabaseError, msgspec.DecodeError, TypeError) as error:
         raise IntegrityError(f"the event log is damaged after event {last}: {error}") from error
+
+
+def read_said(connection: sqlite3.Connection, trajectory: TrajectoryId) -> tuple[list[SaidRow], str | None]:
+    """What a trajectory said and why it ended; raises `IntegrityError` where that is not what was written."""
+    rows = []
+    try:
+        for *row, claimed in connection.execute(
+            "SELECT * FROM said WHERE trajectory = ? ORDER BY start", (trajectory,)
+        ):
+            rows.append(SaidRow(*row))
+            if digest(rows[-1]) != claimed:
+                raise IntegrityError(f"what trajectory {trajectory} said at {rows[-1].start} is not what was written")
+        ended = connection.execute("SELECT * FROM ended WHERE trajectory = ?", (trajectory,)).fetchone()
+    except (sqlite3.DatabaseError, TypeError) as error:
+        raise IntegrityError(f"what trajectory {trajectory} said is damaged: {error}") from error
+    if ended is not None and digest(ended[:-1]) != ended[-1]:
+        raise IntegrityError(f"why trajectory {trajectory} ended is not what was written")
+    return rows, ended[1] if ended else None
+
+
+def spent(connection: sqlite3.Connection) -> float:
+    """Seconds that the ledger has cost so far."""
+    found = connection.execute("SELECT value FROM meta WHERE key = 'seconds'").fetchone()
+    return float(found[0]) if found else 0.0
+
+
+def digest(row: Sequence[Any]) -> bytes:
+    """Of a row that nothing else vouches for."""
+    digest = hashlib.blake2b(digest_size=8)
+    for value in row:
+        part = value if isinstance(value, bytes) else str(value).encode()
+        digest.update(b"%d " % len(part))
+        digest.update(part)
+    return digest.digest()
 
 
 def chain(before: bytes, seq: int, at: int, event: bytes, commands: bytes) -> bytes:

@@ -2,13 +2,17 @@
 
 The event log is the truth that a run is resumed from: it, and what was said, are all that can't be derived. The other
 tables say the same in a form that people and `dora-rl audit` can ask; both are written in one transaction.
+
+Damage is noticed before anything is done with what is damaged: the log by its chain, what was said by a digest in each
+row, the other tables by deriving them from the log again.
 """
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 TABLES = """
+-- Figures about the ledger itself.
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
 
 -- Every event that reached the orchestrator, in order, and the commands that it answered with.
@@ -51,11 +55,12 @@ CREATE TABLE said (
     experts BLOB NOT NULL DEFAULT x'',
     experts_layers INTEGER NOT NULL DEFAULT 0,
     experts_used INTEGER NOT NULL DEFAULT 0,
+    digest BLOB NOT NULL,
     PRIMARY KEY (trajectory, start)
 ) STRICT, WITHOUT ROWID;
 
 CREATE TABLE ended (
-    trajectory INTEGER PRIMARY KEY REFERENCES trajectories (id), reason TEXT NOT NULL
+    trajectory INTEGER PRIMARY KEY REFERENCES trajectories (id), reason TEXT NOT NULL, digest BLOB NOT NULL
 ) STRICT;
 
 CREATE TABLE moves (

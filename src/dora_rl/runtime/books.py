@@ -40,6 +40,8 @@ class TrajectoryBook:
     versions: list[Version] = field(default_factory=list)
     """That said something, in order; more than one only in mode `partial`."""
     ended: StopReason | None = None
+    generated: int | None = None
+    """Tokens of the whole response, once it is known to be whole."""
     reward: float | None = None
     failed: bool = False
 
@@ -141,6 +143,10 @@ class Books:
                 for prompt in prompts:
                     self._numbers[prompt.key] = self.cursor
                     self.cursor += 1
+            case e.Generated(trajectory=trajectory, attempt=attempt, tokens=tokens):
+                book = self.find(trajectory)
+                if book is not None and book.attempt == attempt:
+                    book.generated = tokens
             case e.Scored(trajectory=trajectory, reward=reward):
                 book = self.find(trajectory)
                 if book is not None and book.reward is None:
@@ -202,14 +208,19 @@ class Books:
         return row
 
     def recall(self, ledger: Ledger, trajectory: TrajectoryId) -> None:
-        """What the ledger knows of a trajectory."""
+        """What the ledger knows of a trajectory; `IntegrityError` if that is not all that was written."""
         book = self.trajectory(trajectory)
-        rows, ended, reward = ledger.trajectory(trajectory)
+        rows, ended = ledger.trajectory(trajectory)
         for row in rows:
-            if row.start == len(book.response):
-                book.take(row)
+            if row.start != len(book.response):
+                raise IntegrityError(f"the ledger has lost what trajectory {trajectory} said at {len(book.response)}")
+            book.take(row)
+        if book.generated is not None and (len(book.response) != book.generated or ended is None):
+            raise IntegrityError(
+                f"the ledger has lost the end of trajectory {trajectory}: {len(book.response)} of its "
+                f"{book.generated} tokens are there"
+            )
         book.ended = cast("StopReason | None", ended)
-        book.reward = reward
 
     # -- look-ups ---------------------------------------------------------------------------------------------
 

@@ -1,8 +1,10 @@
 """Typed messages over a stream socket.
 
-    frame   length (u32, little-endian), then one message in MessagePack
+    frame   length, number (u32 each, little-endian), then one message in MessagePack
 
 Invariants:
+- frames are numbered from 0: one that comes twice is ignored, one that is missing closes the channel with a typed
+  error, so what is received is what was sent, in order and up to a point;
 - sending never blocks: what the other side does not take yet waits here, so a stopped process can't stop its peer;
 - a frame that is too large or can't be decoded closes the channel with a typed error: nothing is guessed;
 - messages are plain data; reading one executes nothing.
@@ -22,7 +24,8 @@ import msgspec
 from dora_rl.core.errors import DoraError
 
 M = TypeVar("M")
-_LENGTH = struct.Struct("<I")
+_HEAD = struct.Struct("<II")
+_NUMBERS = 1 << 32
 LARGEST = 1 << 30
 """Bytes of a frame. Larger things go through shared memory; this only bounds what a damaged length can ask for."""
 _CHUNK = 1 << 18
@@ -42,6 +45,9 @@ class Channel(Generic[M]):
         self._encoder = msgspec.msgpack.Encoder()
         self._in = bytearray()
         self._out: deque[memoryview] = deque()
+        self._sent = self._received = 0
+        self._deaf = False
+        """The other side takes nothing any more; what it said before may still be on its way."""
         self.closed = False
         """The other side is gone; what had arrived before can still be received."""
 
@@ -58,8 +64,9 @@ class Channel(Generic[M]):
         body = self._encoder.encode(message)
         if len(body) > LARGEST:
             raise ChannelError(f"a {type(message).__name__} of {len(body):,} bytes is too large for a channel")
-        if not self.closed:
-            self._out.append(memoryview(_LENGTH.pack(len(body)) + body))
+        if not self.closed and not self._deaf:
+            self._out.append(memoryview(_HEAD.pack(len(body), self._sent) + body))
+            self._sent = (self._sent + 1) % _NUMBERS
             self.flush()
 
     def flush(self) -> None:
@@ -70,7 +77,7 @@ class Channel(Generic[M]):
             except BlockingIOError:
                 return
             except OSError:
-                self.closed = True
+                self._deaf = True
                 self._out.clear()
                 return
             if sent == len(self._out[0]):
@@ -110,17 +117,30 @@ class Channel(Generic[M]):
     def _messages(self) -> list[M]:
         messages: list[M] = []
         start = 0
-        while len(self._in) - start >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._in, start)
+        while len(self._in) - start >= _HEAD.size:
+            length, number = _HEAD.unpack_from(self._in, start)
             if length > LARGEST:
                 raise ChannelError(f"a frame says that it has {length:,} bytes")
-            end = start + _LENGTH.size + length
+            end = start + _HEAD.size + length
             if len(self._in) < end:
                 break
-            try:
-                messages.append(self._decoder.decode(memoryview(self._in)[start + _LENGTH.size : end]))
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise ChannelError(f"a frame of {length:,} bytes is not a message: {error}") from error
+            if self._is_next(number):
+                messages.append(self._decode(start + _HEAD.size, end))
             start = end
         del self._in[:start]
         return messages
+
+    def _is_next(self, number: int) -> bool:
+        """False for a frame that was there before."""
+        ahead = (number - self._received) % _NUMBERS
+        if ahead == 0:
+            self._received = (self._received + 1) % _NUMBERS
+        elif ahead < _NUMBERS // 2:
+            raise ChannelError(f"frame {self._received} is missing: frame {number} came in its place")
+        return ahead == 0
+
+    def _decode(self, start: int, end: int) -> M:
+        try:
+            return self._decoder.decode(bytes(memoryview(self._in)[start:end]))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ChannelError(f"a frame of {end - start:,} bytes is not a message: {error}") from error

@@ -15,12 +15,14 @@ report.html     the page about the run
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dora_rl.core.config import build
+from dora_rl.core.durable import sync
 from dora_rl.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -63,6 +65,8 @@ class RunFolder:
         folder.logs.mkdir(parents=True)
         document = {"base": str(base.resolve()), "config": json.loads(config.model_dump_json())}
         folder.config.write_text(json.dumps(document, indent=1))
+        sync(folder.config)
+        sync(folder.path)
         return folder
 
     @classmethod
@@ -99,7 +103,10 @@ class RunFolder:
         from dora_rl.weights.store import WeightStore
 
         if config.weights == "memory":
-            return WeightStore.in_shared_memory(self.path.resolve().name, keep=_ALL_VERSIONS)
+            # Runs of one name in different folders are different runs.
+            path = self.path.resolve()
+            place = hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()
+            return WeightStore.in_shared_memory(f"{path.name}-{place}", keep=_ALL_VERSIONS)
         return WeightStore(self.weights, keep=_ALL_VERSIONS, durable=True)
 
     def _document(self) -> Any:
@@ -107,6 +114,6 @@ class RunFolder:
             document = json.loads(self.config.read_text())
             assert isinstance(document["base"], str)
             assert isinstance(document["config"], dict)
-        except (OSError, ValueError, KeyError, AssertionError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, AssertionError) as error:
             raise UserError(f"{self.config} can't be read: {error}") from error
         return document

@@ -152,14 +152,18 @@ class Instance:
             for trajectory, attempt in zip(message.trajectories, message.attempts, strict=True)
             if self._engine.has(trajectory, attempt)
         ]
-        name = ""
+        name, problem = "", ""
         if here:
-            bundle = self._engine.export([trajectory for trajectory, _ in here])
-            name = bundle.name
+            try:
+                name = self._engine.export([trajectory for trajectory, _ in here]).name
+            except RequestError as error:
+                problem = str(error)  # no room for a bundle: they stay and go on here
         self._take(self._engine.drain())
         self._send(force=True)
         trajectories, attempts = tuple(t for t, _ in here), tuple(a for _, a in here)
-        self._channel.send(m.Exported(move=message.move, bundle=name, trajectories=trajectories, attempts=attempts))
+        self._channel.send(
+            m.Exported(move=message.move, bundle=name, trajectories=trajectories, attempts=attempts, problem=problem)
+        )
 
     def _import(self, message: m.Import) -> None:
         try:

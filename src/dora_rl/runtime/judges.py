@@ -72,12 +72,11 @@ class Judges:
         """A judge has died; its question is asked once more, then it is to blame."""
         self._ready.discard(process.place)
         question = self._asked.pop(process.place, None)
-        if question is None:
-            return
-        if question.tries < _TRIES:
+        if question is not None and question.tries < _TRIES:
             self._waiting.appendleft(question)
-        else:
+        elif question is not None:
             self._fail(question, "the process that judged it died")
+        self._hand_out()
 
     def overdue(self) -> list[Process]:
         """Judges that hang over a question, which has failed then."""

@@ -216,6 +216,8 @@ class Exported(Message, frozen=True, kw_only=True):
     bundle: str
     trajectories: tuple[TrajectoryId, ...]
     attempts: tuple[Attempt, ...]
+    problem: str = ""
+    """Why there is no bundle: the requests are still here."""
 
 
 class Imported(Message, frozen=True, kw_only=True):

@@ -43,6 +43,10 @@ class Moves:
         if not message.trajectories:
             del self._commands[message.move]
             return
+        if message.problem:
+            del self._commands[message.move]
+            self._tell_failed(command, list(zip(message.trajectories, message.attempts, strict=True)), kept=True)
+            return
         self._exported[message.move] = message
         target = self._find(command.target.instance)
         if target is None:
@@ -77,11 +81,11 @@ class Moves:
         _release(sent.bundle)
         self._tell_failed(command, list(zip(sent.trajectories, sent.attempts, strict=True)))
 
-    def _tell_failed(self, command: c.Move, pairs: list[tuple[int, int]]) -> None:
+    def _tell_failed(self, command: c.Move, pairs: list[tuple[int, int]], *, kept: bool = False) -> None:
         trajectories, attempts = zip(*pairs, strict=True)
         self._happen(
             e.MoveFailed(
-                trajectories=trajectories, attempts=attempts, source=command.source, target=command.target, kept=False
+                trajectories=trajectories, attempts=attempts, source=command.source, target=command.target, kept=kept
             )
         )
 

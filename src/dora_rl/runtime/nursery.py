@@ -5,7 +5,8 @@ starts quickly, and a process that was lost is back at once.
 
 Invariants:
 - the nursery computes nothing and has one thread, so that a fork of it is a whole process;
-- it ends with its supervisor, and its children with it.
+- it ends with its supervisor, and its children with it;
+- one that is gone or hangs is replaced; its children are lost with it, which the supervisor handles as any loss.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ import socket
 import struct
 import subprocess
 import sys
+from pathlib import Path
 from typing import IO
 
 from dora_rl.core.errors import RunError
 
 _PR_SET_PDEATHSIG = 1
 _PID = struct.Struct("<I")
+_TRIES = 3
 _IMPORTS = ("dora_rl.runtime.instance", "dora_rl.runtime.trainer", "dora_rl.runtime.judge", "peft")
 _ENVIRONMENT = {
     # Threads that spin while they wait would take the cores from the other processes.
@@ -38,35 +41,51 @@ _ENVIRONMENT = {
 class Nursery:
     """The supervisor's end."""
 
-    def __init__(self, log: IO[bytes]) -> None:
-        self._link, theirs = socket.socketpair()
-        self._process = subprocess.Popen(  # noqa: S603
-            [sys.executable, "-m", "dora_rl.runtime.nursery", str(theirs.fileno()), str(os.getpid())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env=os.environ | _ENVIRONMENT,
-            start_new_session=True,
-        )
-        theirs.close()
+    patience = 120.0
+    """Seconds for an answer, importing included."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        self._link, self.pid = self._begin()
 
     def fork(self, link: socket.socket, log: IO[bytes]) -> int:
         """A process that speaks over `link` and prints to `log`; its process id, which is that of its group too."""
-        try:
-            socket.send_fds(self._link, [b"f"], [link.fileno(), log.fileno()])
-            answer = self._link.recv(_PID.size)
-        except OSError:
-            answer = b""
-        if len(answer) < _PID.size:
-            raise RunError("the process that starts all others is gone; resume the run")
-        (pid,) = _PID.unpack(answer)
-        return int(pid)
+        for _ in range(_TRIES):
+            try:
+                socket.send_fds(self._link, [b"f"], [link.fileno(), log.fileno()])
+                answer = self._link.recv(_PID.size)
+            except OSError:  # a timeout is one too
+                answer = b""
+            if len(answer) == _PID.size:
+                (pid,) = _PID.unpack(answer)
+                return int(pid)
+            self._end(0.0)
+            self._link, self.pid = self._begin()
+        raise RunError(f"no process can be started; see {self._log}, then resume the run")
 
     def close(self) -> None:
+        self._end(5.0)
+
+    def _begin(self) -> tuple[socket.socket, int]:
+        """A nursery, and the link to it."""
+        ours, theirs = socket.socketpair()
+        ours.settimeout(self.patience)
+        with theirs, self._log.open("ab") as log:
+            self._process = subprocess.Popen(  # noqa: S603
+                [sys.executable, "-m", "dora_rl.runtime.nursery", str(theirs.fileno()), str(os.getpid())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=os.environ | _ENVIRONMENT,
+                start_new_session=True,
+            )
+        return ours, self._process.pid
+
+    def _end(self, patience: float) -> None:
         self._link.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=5)
+            self._process.wait(timeout=patience)
         self._process.kill()
         self._process.wait()
 
@@ -79,11 +98,12 @@ def end_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def main() -> None:
+def serve(link: socket.socket, parent: int) -> None:
+    """Fork whoever is asked for, until the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system buries the dead
-    end_with_parent(int(sys.argv[2]))
-    link = socket.socket(fileno=int(sys.argv[1]))
+    end_with_parent(parent)
     for name in _IMPORTS:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
@@ -117,4 +137,4 @@ def _become_child(nursery: int, link: int, log: int) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))

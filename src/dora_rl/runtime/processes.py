@@ -1,9 +1,11 @@
 """The processes of a run and their lives.
 
 Invariants:
-- every process has a name of its own for each life, so late words of a former life can't be taken for the new one's;
+- every process has a name of its own for each life, also over restarts of the supervisor, so that nothing that is
+  meant for a former life, or said by it, can be taken for the new one's;
 - a process that ends is noticed by the end of its channel, at once;
-- it is started again after a pause that doubles with each failure in a row; after too many it is given up;
+- it is started again after a pause that doubles with each failure in a row; after too many it is given up. Failures
+  are in a row if they follow soon, or if the process names the same cause each time, however long it lives;
 - no process outlives its supervisor, however that ends.
 """
 
@@ -11,19 +13,24 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import selectors
 import signal
 import socket
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from dora_rl.core.nouns import Nanoseconds
-from dora_rl.runtime.channel import Channel
+from dora_rl.runtime.channel import Channel, ChannelError
 from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.folder import RunFolder
 from dora_rl.runtime.messages import FromProcess, Message, Start, Stop
 from dora_rl.runtime.nursery import Nursery
 
+Link = Callable[[], tuple[socket.socket, socket.socket]]
+_STATE = re.compile(rb".*\) (\w)", re.DOTALL)
 _SOUND = 30.0
 """Seconds after which a process that lived so long no longer counts as failing in a row."""
 
@@ -39,9 +46,15 @@ class Process:
     life: int = 0
     failures: int = 0
     """In a row."""
+    said: str = ""
+    """Why this life can't go on, in its own words."""
+    cause: str = ""
+    """What the life before said."""
     pid: int | None = None
     channel: Channel[FromProcess] | None = None
     born: float = 0.0
+    heard: float | None = None
+    """When this life last said something; None: never yet."""
     restart_at: float | None = None
     given_up: bool = False
     last_words: str = ""
@@ -61,8 +74,18 @@ class Process:
 class Processes:
     """All processes of a run."""
 
-    def __init__(self, folder: RunFolder, config: RunConfig, nursery: Nursery, origin: Nanoseconds) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        config: RunConfig,
+        nursery: Nursery,
+        origin: Nanoseconds,
+        lives: Mapping[str, int],
+        link: Link = socket.socketpair,
+    ) -> None:
         self._nursery = nursery
+        self._lives = lives
+        self._link = link
         self._folder = folder
         self._config = config
         self._origin = origin
@@ -75,7 +98,7 @@ class Processes:
 
     def start(self, role: str, place: str, threads: int) -> Process:
         """Fill a place."""
-        process = Process(role, place, threads)
+        process = Process(role, place, threads, life=self._lives.get(place, 0))
         self.all.append(process)
         self._spawn(process)
         return process
@@ -106,14 +129,30 @@ class Processes:
             if mask & selectors.EVENT_WRITE:
                 process.channel.flush()
             if mask & selectors.EVENT_READ:
-                heard.append((process, process.channel.receive()))
+                heard.append((process, self._receive(process)))
         return heard
+
+    def silent(self, start: float, beat: float) -> list[tuple[Process, str]]:
+        """Who has not come up in so many seconds, or is an instance and has not been heard of for so many."""
+        now = time.monotonic()
+        found = []
+        for process in self.all:
+            if process.channel is None:
+                continue
+            if process.heard is None:
+                if now - process.born > start:
+                    found.append((process, f"it did not come up within {start:g} s"))
+            elif process.role == "instance" and now - process.heard > beat:
+                found.append((process, f"no sign of life for {beat:g} s"))
+        return found
 
     def bury(self, process: Process, reason: str) -> bool:
         """The process has ended, or shall: make sure of it and plan its next life; False if it is given up."""
         self._kill(process)
-        lived = time.monotonic() - process.born
-        process.failures = 1 if lived > _SOUND else process.failures + 1
+        soon = time.monotonic() - process.born <= _SOUND
+        again = bool(process.said) and process.said == process.cause
+        process.failures = process.failures + 1 if soon or again else 1
+        process.cause, process.said = process.said, ""
         process.last_words = reason
         if process.failures > self._config.supervision.restarts:
             process.given_up = True
@@ -141,10 +180,12 @@ class Processes:
         self._wake.close()
 
     def _spawn(self, process: Process) -> None:
-        ours, theirs = socket.socketpair()
+        ours, theirs = self._link()
         process.life += 1
         process.restart_at = None
         process.born = time.monotonic()
+        process.heard = None
+        process.said = ""
         process.busy = set()
         with (self._folder.logs / f"{process.place}.log").open("ab") as log:
             process.pid = self._nursery.fork(theirs, log)
@@ -161,6 +202,19 @@ class Processes:
                 threads=process.threads,
             )
         )
+
+    def _receive(self, process: Process) -> list[FromProcess]:
+        """What a process says; one whose words can't be understood is as good as dead."""
+        assert process.channel is not None
+        try:
+            said = process.channel.receive()
+        except ChannelError as error:
+            process.said = str(error)
+            process.channel.closed = True
+            return []
+        if said:
+            process.heard = time.monotonic()
+        return said
 
     def _kill(self, process: Process) -> None:
         if process.channel is not None:
@@ -180,6 +234,10 @@ def _alive(process: Process) -> bool:
         return False
     try:
         os.kill(process.pid, 0)
+        state = _STATE.match(Path(f"/proc/{process.pid}/stat").read_bytes())
     except ProcessLookupError:
         return False
-    return True
+    except OSError:
+        return not Path("/proc/self").exists()
+    # One that has ended and that nobody buries (its nursery is gone) still has a number, but is not alive.
+    return state is not None and state[1] not in b"ZX"

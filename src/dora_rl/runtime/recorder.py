@@ -5,8 +5,10 @@ Occupancy is the share of slot time that was not idle and not loading, as the pa
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter
+from pathlib import Path
 from typing import IO, Any, Protocol
 
 from dora_rl.core.accounting import Activity, TimeAccount
@@ -32,9 +34,7 @@ class Recorder:
     """The figures of one run."""
 
     def __init__(self, folder: RunFolder, trackers: list[Tracker], now: Nanoseconds) -> None:
-        self._metrics = folder.metrics.open("a", encoding="utf-8")
-        self._samples = folder.samples.open("a", encoding="utf-8")
-        self._activity = folder.activity.open("a", encoding="utf-8")
+        self._metrics, self._samples, self._activity = map(_append, (folder.metrics, folder.samples, folder.activity))
         self._trackers = trackers
         self.trainer = TimeAccount(now, Activity(Label.IDLE, cause=Cause(because=Because.STARTING)))
         self._trainer_totals: dict[Activity, Nanoseconds] = {}
@@ -126,7 +126,7 @@ class Recorder:
 
     def sample(self, record: dict[str, Any]) -> None:
         """A response as text."""
-        self._samples.write(json.dumps(record, ensure_ascii=False) + "\n")
+        self._line(self._samples, record)
 
     def settle(self, now: Nanoseconds) -> None:
         """Write the trainer's window up to now."""
@@ -152,11 +152,13 @@ class Recorder:
 
     def flush(self) -> None:
         for file in (self._metrics, self._samples, self._activity):
-            file.flush()
+            with contextlib.suppress(OSError):  # a full disk: the lines stay in memory until there is room
+                file.flush()
 
     def close(self) -> None:
         for file in (self._metrics, self._samples, self._activity):
-            file.close()
+            with contextlib.suppress(OSError):
+                file.close()
         for tracker in self._trackers:
             tracker.close()
 
@@ -183,9 +185,19 @@ class Recorder:
 
     def _write(self, head: dict[str, Any], figures: dict[str, float]) -> None:
         self._line(self._metrics, head | figures)
-        self._metrics.flush()
+        self.flush()
         for tracker in self._trackers:
             tracker.log(figures, int(head["version"]))
 
     def _line(self, file: IO[str], record: dict[str, Any]) -> None:
-        file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        with contextlib.suppress(OSError):
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def _append(path: Path) -> IO[str]:
+    """A file to add lines to; half a line that a crash has left goes first."""
+    with path.open("a+b") as file:
+        file.seek(0)
+        whole = file.read().rfind(b"\n") + 1
+        file.truncate(whole)
+    return path.open("a", encoding="utf-8")

@@ -7,6 +7,7 @@ over: requests go on from their tokens under their own version, the trainer from
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import time
@@ -17,8 +18,9 @@ from dora_rl.control.orchestrator import Orchestrator
 from dora_rl.core import commands as c
 from dora_rl.core import events as e
 from dora_rl.core.errors import IntegrityError, UserError
-from dora_rl.core.nouns import InstanceId, Nanoseconds, TrajectoryId
+from dora_rl.core.nouns import InstanceId, Nanoseconds, TrajectoryId, Version
 from dora_rl.core.ports import drive
+from dora_rl.engine.segments import sweep
 from dora_rl.envs.data import Dataset, Problem, load
 from dora_rl.ledger.ledger import Ledger
 from dora_rl.models.loading import load_tokenizer
@@ -26,13 +28,18 @@ from dora_rl.runtime.books import Books, Prompts
 from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.evaluation import Evaluation
 from dora_rl.runtime.folder import RunFolder
+from dora_rl.runtime.machine import Machine
 from dora_rl.runtime.nursery import Nursery
 from dora_rl.runtime.processes import Processes
 from dora_rl.runtime.recorder import Recorder
+from dora_rl.runtime.replay import replay
 from dora_rl.runtime.text import Text
 from dora_rl.runtime.trackers import trackers
 from dora_rl.runtime.world import LocalWorld
+from dora_rl.trainer import checkpoint
 
+_DYING = 1.0
+"""Seconds in which a supervisor that was killed lets go of its run."""
 _PATIENCE = 5.0
 """Seconds for processes to end by themselves."""
 
@@ -40,22 +47,39 @@ _PATIENCE = 5.0
 class Run:
     """One run, in this process and those that it starts."""
 
-    def __init__(self, folder: RunFolder, *, notice: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        *,
+        notice: Callable[[str], None] = lambda _: None,
+        machine: Machine = Machine(),  # noqa: B008
+    ) -> None:
         self.folder = folder
         self.config = folder.read()
-        self._lock = _lock(folder)
-        with (folder.logs / "nursery.log").open("ab") as log:
-            nursery = Nursery(log)
+        with contextlib.ExitStack() as undo:
+            self._lock = undo.enter_context(_lock(folder))
+            nursery = machine.nursery(folder.logs / "nursery.log")
+            undo.callback(nursery.close)
+            self._wire(nursery, notice, machine, undo)
+            undo.pop_all()
+
+    def _wire(
+        self, nursery: Nursery, notice: Callable[[str], None], machine: Machine, undo: contextlib.ExitStack
+    ) -> None:
+        folder = self.folder
         self.text = Text(load_tokenizer(self.config.model), self.config)
         self.dataset: Dataset = load(self.config.data, folder.base())
         self.orchestrator = Orchestrator(self.config.control)
         control = self.config.control
         self._books = Books(Prompts(self.dataset), self.text.encode, control.group_size)
         self._processes: Processes | None = None
-        self._ledger = Ledger(folder.ledger, control.group_size, mirror=folder.events, woken=self._wake)
+        self._ledger = Ledger(
+            folder.ledger, control.group_size, mirror=folder.events, woken=self._wake, opened=machine.connect
+        )
+        undo.callback(self._ledger.close)
         past = self._replay()
-        origin = time.monotonic_ns() - past.at
-        self._processes = Processes(folder, self.config, nursery, origin)
+        origin = machine.clock() - past.at
+        self._processes = Processes(folder, self.config, nursery, origin, past.lives, machine.link)
         store = folder.store(self.config)
         self.recorder = Recorder(folder, trackers(folder, self.config), past.at)
         self.world = LocalWorld(
@@ -69,7 +93,9 @@ class Run:
             text=self.text,
             origin=origin,
             notice=notice,
+            clock=machine.clock,
         )
+        self.world.newest = self.orchestrator.newest
         self._evaluate(store)
         self._past = past
 
@@ -78,8 +104,8 @@ class Run:
         try:
             if self._past.at:
                 self.world.again(self._past.losses(), self._past.open_commands())
-            if not self.orchestrator.finished:
-                self.world.begin(self.config.rollout.instances)
+            if not self.orchestrator.finished or not self._saved():
+                self.world.begin(0 if self.orchestrator.finished else self.config.rollout.instances)
                 drive(_Watched(self.orchestrator, watch), self.world)
         finally:
             self.close()
@@ -88,12 +114,17 @@ class Run:
         """End all processes; what is finished is kept."""
         assert self._processes is not None
         self._processes.stop(patience=_PATIENCE)
+        sweep()  # what instances that were killed have left in shared memory
         self._ledger.close()
         self.recorder.settle(self.world.now())
         self.recorder.close()
         self._lock.close()
         if self.orchestrator.finished and self.config.weights == "memory":
             self.folder.store(self.config).clear()
+
+    def _saved(self) -> bool:
+        """The run's last version is a checkpoint."""
+        return self.orchestrator.newest in checkpoint.versions(self.folder.checkpoints)
 
     def _evaluate(self, store: Any) -> None:
         settings = self.config.evaluation
@@ -116,20 +147,35 @@ class Run:
             self._processes.wake()
 
     def _replay(self) -> _Past:
-        past = _Past()
-        for logged in self._ledger.events():
-            commands = self.orchestrator.step(logged.event, logged.at)
-            if commands != logged.commands:
-                raise IntegrityError(
-                    f"event {logged.seq} was answered otherwise when it happened: the run was made by another dora-rl "
-                    "or with another configuration"
-                )
-            self._books.note(logged.event, commands)
-            past.note(logged.event, commands, logged.at)
+        past, log = _Past(), []
+        for logged in replay(self.orchestrator, self._ledger.events()):
+            self._books.note(logged.event, list(logged.commands))
+            past.note(logged.event, logged.commands, logged.at)
+            log.append(logged)
+        self._ledger.compare(log)
         for group in self._books.groups.values():
             for trajectory in group.trajectories:
                 self._books.recall(self._ledger, trajectory)
+        self._compare(checkpoint.versions(self.folder.checkpoints))
+        if not self.orchestrator.finished:
+            self._hold(past.held)
         return past
+
+    def _hold(self, versions: set[Version]) -> None:
+        """Groups in flight go on under their own version, so its weights must still be there."""
+        gone = sorted(versions - set(self.folder.store(self.config).versions())) if versions else []
+        if gone:
+            hint = "; weights in memory do not outlive a restart" if self.config.weights == "memory" else ""
+            raise IntegrityError(f"the run can't be resumed: the weights of version {gone[0]} are gone{hint}")
+
+    def _compare(self, checkpoints: list[Version]) -> None:
+        """An update is begun only when the ledger has it on disk, so no checkpoint can be ahead of the ledger."""
+        newest = -1 if self.orchestrator.newest is None else self.orchestrator.newest
+        if checkpoints and checkpoints[-1] > newest + 1:
+            raise IntegrityError(
+                f"{self.folder.ledger} ends with version {newest}, but there is a checkpoint of version "
+                f"{checkpoints[-1]}: the ledger has lost what was on disk; put back a copy of it"
+            )
 
 
 def held_out_problems(config: RunConfig, dataset: Dataset, folder: RunFolder) -> Sequence[Problem]:
@@ -162,6 +208,10 @@ class _Past:
 
     def __init__(self) -> None:
         self.at: Nanoseconds = 0
+        self.held: set[Version] = set()
+        """Versions that were published and not retired."""
+        self.lives: dict[str, int] = {}
+        """The last life of each place: names are never used again."""
         self._instances: dict[InstanceId, None] = {}
         self._scores: dict[TrajectoryId, c.Score] = {}
         self._fetch: c.FetchPrompts | None = None
@@ -172,12 +222,16 @@ class _Past:
         match event:
             case e.InstanceJoined(spec=spec):
                 self._instances[spec.instance] = None
+                place, _, life = spec.instance.rpartition(".")
+                self.lives[place] = max(int(life), self.lives.get(place, 0))
             case e.InstanceLost(instance=instance):
                 self._instances.pop(instance, None)
             case e.Scored(trajectory=trajectory) | e.TrajectoryFailed(trajectory=trajectory):
                 self._scores.pop(trajectory, None)
             case e.PromptsArrived():
                 self._fetch = None
+            case e.Published(version=version):
+                self.held.add(version)
             case _:
                 pass
         for command in commands:
@@ -190,6 +244,7 @@ class _Past:
                     self._fetch = command
                 case c.Retire():
                     self._retired.append(command)
+                    self.held.discard(command.version)
                 case c.EvictInstance(instance=instance):
                     self._instances.pop(instance, None)
                 case _:
@@ -212,9 +267,14 @@ class _Past:
 def _lock(folder: RunFolder) -> Any:
     """One supervisor at a time."""
     file = (folder.path / ".lock").open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise UserError(f"the run {folder.path} is already going on in another process") from None
-    return file
+    end = time.monotonic() + _DYING
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                file.close()
+                raise UserError(f"the run {folder.path} is already going on in another process") from None
+            time.sleep(0.02)
+        else:
+            return file

@@ -16,7 +16,7 @@ import torch
 
 from dora_rl.core import commands as c
 from dora_rl.core import events as e
-from dora_rl.core.errors import CheckpointError
+from dora_rl.core.errors import CheckpointError, FingerprintError
 from dora_rl.core.nouns import Version
 from dora_rl.core.trajectory import Group, Trajectory
 from dora_rl.models.loading import load
@@ -44,6 +44,7 @@ class TrainerProcess:
         settings = config.trainer.model_copy(update={"temperature": config.sampling.temperature})
         self._trainer = Trainer(loaded.model, settings)
         self._store = self._folder.store(config)
+        self._store.sweep()
         self._due = False
         """A checkpoint is to be written after the next publishing."""
         self._saved: Version | None = None
@@ -76,7 +77,7 @@ class TrainerProcess:
                 self._tell(e.Trained(step=command.step, attempt=command.attempt))
                 self._due = self._trainer.version % self._config.checkpoint.every == 0
             case m.Do(command=c.Publish() as command):
-                fingerprint = self._trainer.publish(command.version, self._store)
+                fingerprint = self._publish(command.version)
                 self._tell(e.Published(version=command.version, attempt=command.attempt, fingerprint=fingerprint))
                 if self._due:
                     self._checkpoint()
@@ -90,6 +91,15 @@ class TrainerProcess:
                 torch.set_num_threads(count)
             case _:
                 raise AssertionError(f"not for the trainer: {message}")
+
+    def _publish(self, version: Version) -> str:
+        """A version that is asked for is known to nobody yet, even if a trainer that died had written it already."""
+        try:
+            return self._trainer.publish(version, self._store)
+        except FingerprintError:
+            # Groups that streamed in another order give other last bits. Nobody can have loaded the former ones.
+            self._store.retire(version)
+            return self._trainer.publish(version, self._store)
 
     def _checkpoint(self) -> None:
         self._due = False

@@ -28,7 +28,6 @@ from dora_rl.core.nouns import SECOND, InstanceId, Nanoseconds, SlotId, Trajecto
 from dora_rl.engine.requests import Request
 from dora_rl.runtime import messages as m
 from dora_rl.runtime.books import Books
-from dora_rl.runtime.channel import ChannelError
 from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.judges import Judges
 from dora_rl.runtime.moves import Moves
@@ -63,6 +62,7 @@ class LocalWorld:
         text: Text,
         origin: Nanoseconds,
         notice: Callable[[str], None],
+        clock: Callable[[], Nanoseconds] = time.monotonic_ns,
     ) -> None:
         self.config = config
         self.books = books
@@ -77,6 +77,7 @@ class LocalWorld:
         self._sampling = config.request_sampling(text.stop_ids)
         self._text = text
         self._origin = origin
+        self._clock = clock
         self._notice = notice
         self._events: deque[e.Event] = deque()
         self._current: tuple[e.Event, Nanoseconds] | None = None
@@ -103,7 +104,8 @@ class LocalWorld:
         self._training = 0
         """Groups that the trainer has not reported back, and a step that it applies."""
         self._retiring: set[Version] = set()
-        self._saving = False
+        self._saving: float | None = None
+        """Since when the trainer has been writing the last checkpoint."""
         self.saved: str | None = None
         """The last checkpoint, once the run is over."""
         self._looked = 0.0
@@ -143,7 +145,7 @@ class LocalWorld:
 
     def now(self) -> Nanoseconds:
         """The run's clock; it never runs backwards."""
-        self._last = max(self._last, time.monotonic_ns() - self._origin)
+        self._last = max(self._last, self._clock() - self._origin)
         return self._last
 
     def begin(self, instances: int) -> None:
@@ -169,10 +171,12 @@ class LocalWorld:
         """Nothing is left to decide: see the last checkpoint and the last evaluation through."""
         if self._deferred or (self.evaluation is not None and self.evaluation.pending):
             return False
-        if not self._saving:
-            self._saving = True
-            assert self._trainer is not None
+        assert self._trainer is not None
+        if self._saving is None:
+            self._saving = time.monotonic()
             self._trainer.send(m.Save())
+        elif self.saved is None and time.monotonic() > self._saving + self.config.control.deadlines.train:
+            self._lost(self._trainer, "saving took longer than deadlines.train")
         return self.saved is not None
 
     # -- listening --------------------------------------------------------------------------------------------
@@ -181,11 +185,11 @@ class LocalWorld:
         due = self._judges.next_due()
         if due is not None:
             seconds = min(seconds, due - time.monotonic())
-        for process, said in self._hear(seconds):
+        for process, said in self._processes.wait(seconds):
             for message in said:
                 self._take(process, message)
             if process.channel is not None and process.channel.closed:
-                self._lost(process, process.last_words or "its process ended")
+                self._lost(process, process.said or "its process ended")
         self._release()
         for process in self._judges.overdue():
             self._lost(process, "it hung over a reward")
@@ -193,17 +197,11 @@ class LocalWorld:
             self._look()
         self._share_cores()
 
-    def _hear(self, seconds: float) -> list[tuple[Process, list[m.FromProcess]]]:
-        try:
-            return self._processes.wait(seconds)
-        except ChannelError as error:
-            raise RunError(f"a process of this run does not speak its language: {error}") from error
-
     def _take(self, process: Process, message: m.FromProcess) -> None:
         if isinstance(message, m.Died):
             if message.by_user:
                 raise UserError(message.reason)
-            process.last_words = message.reason
+            process.said = message.reason
             self._notice(f"{process.name}: {message.reason}")
         elif process.role == "judge":
             if isinstance(message, m.Ready):
@@ -225,7 +223,10 @@ class LocalWorld:
             case m.Report():
                 self._report(process, message)
             case m.Exported():
-                process.busy.difference_update(message.trajectories)
+                if message.problem:
+                    self._notice(f"{process.name}: {message.problem}")
+                else:
+                    process.busy.difference_update(message.trajectories)
                 self._moves.exported(message)
             case m.Imported():
                 process.busy.update(message.arrived)
@@ -286,8 +287,11 @@ class LocalWorld:
                 groups = [group for group in self.books.groups.values() if group.step == step]
                 self.recorder.stepped(step, metrics, groups)
                 self._write_samples(step)
-            case m.Saved(path=path):
-                self.saved = path
+            case m.Saved(version=version, path=path):
+                if version == self.newest:
+                    self.saved = path
+                else:
+                    self._saving = None  # it came back from an older checkpoint and is still catching up
             case _:
                 raise AssertionError(f"not from the trainer: {message}")
 
@@ -306,8 +310,7 @@ class LocalWorld:
                 self.evaluation.give_up()
         elif process.role == "trainer":
             self._training = 0
-            self._saving = False
-            self._deferred = deque(one for one in self._deferred if not isinstance(one[1], c.Apply))
+            self._saving = None
             self._happen(e.TrainerLost(reason=reason))
         else:
             self._instances.pop(name, None)
@@ -327,6 +330,8 @@ class LocalWorld:
                 f"no {process.role} is left: {process.place} failed {process.failures} times in a row, last with: "
                 f"{process.last_words}; see {process.place}.log in the run's logs, then resume the run"
             )
+        if process.role != "trainer":
+            self._notice(f"the run goes on with {len(left)} {process.role}{'s' if len(left) > 1 else ''}")
 
     def _look(self) -> None:
         """What is done now and then."""
@@ -335,6 +340,9 @@ class LocalWorld:
         self.recorder.flush()
         for version in sorted(self._retiring):
             self._try_to_retire(version)
+        deadlines = self.config.control.deadlines
+        for process, reason in self._processes.silent(deadlines.load, deadlines.heartbeat):
+            self._lost(process, reason)
         if self._ledger.trouble != self._troubled:
             self._troubled = self._ledger.trouble
             if self._troubled:
@@ -342,6 +350,8 @@ class LocalWorld:
 
     def _release(self) -> None:
         """Carry out what waited for the ledger."""
+        if self._ledger.failure:
+            raise RunError(self._ledger.failure)
         while self._deferred and self._deferred[0][0] <= self._ledger.durable:
             _, command = self._deferred.popleft()
             self._handlers[type(command)](self, command)
@@ -350,6 +360,10 @@ class LocalWorld:
 
     def _note(self, event: e.Event, at: Nanoseconds) -> None:
         match event:
+            case e.TrainerLost():
+                # A trainer that comes has nothing of what the one before it was to apply.
+                self._deferred = deque(one for one in self._deferred if not isinstance(one[1], c.Apply))
+                self._training = 0
             case e.Published(version=version):
                 self.newest = version
                 live = len(

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 _NAME = re.compile(r"v(\d{8})\.safetensors")
 _ALIGNMENT = 64  # of the data: a cache line, so that mapped tensors are as good as allocated ones
 _UNSET = "0" * 64
+_STAGED = ".staged-"
 
 
 class Manifest(NamedTuple):
@@ -62,9 +63,13 @@ class Lease:
 
     def tensors(self) -> dict[str, Tensor]:
         """The weights, mapped from the store; they stay valid after the lease has ended."""
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        return load_file(self._store.path(self.manifest.version), device="cpu")
+        try:
+            return load_file(self._store.path(self.manifest.version), device="cpu")
+        except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
+            raise StoreError(f"version {self.manifest.version} is damaged: {error}") from error
 
     def prove(self, served: dict[str, Tensor]) -> Fingerprint:
         """The fingerprint of the tensors that an instance really serves; another than the published one is an error."""
@@ -132,7 +137,7 @@ class WeightStore:
         if not write:
             deque(tensors, maxlen=0)
             return ""
-        staged = self._folder / f".staged-{uuid.uuid4().hex}"
+        staged = self._folder / f"{_STAGED}{uuid.uuid4().hex}"
         try:
             found = _write(staged, version, specs, tensors, adapter, self._durable)
             with self._locked():
@@ -150,13 +155,15 @@ class WeightStore:
     def manifest(self, version: Version) -> Manifest:
         try:
             with self.path(version).open("rb") as file:
-                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
                 size = os.fstat(file.fileno()).st_size
+                header = json.loads(file.read(min(size, int.from_bytes(file.read(8), "little"))))
+            said = header["__metadata__"]
+            return Manifest(int(said["version"]), str(said["fingerprint"]), said["adapter"] == "true", size)
         except FileNotFoundError:
             there = ", ".join(map(str, self.versions())) or "none"
             raise StoreError(f"version {version} is not in the store; there are: {there}") from None
-        said = header["__metadata__"]
-        return Manifest(int(said["version"]), said["fingerprint"], said["adapter"] == "true", size)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise StoreError(f"version {version} is damaged: its header can't be read ({error})") from error
 
     def lease(self, version: Version) -> Lease:
         """Hold a version."""
@@ -188,6 +195,11 @@ class WeightStore:
             for version in freed:
                 self.path(version).unlink()
         return freed
+
+    def sweep(self) -> None:
+        """Remove what publishers that were killed have left half-written; only while nobody publishes."""
+        for path in self._folder.glob(f"{_STAGED}*"):
+            path.unlink(missing_ok=True)
 
     def clear(self) -> None:
         """Remove the store. Tensors that are mapped stay valid."""

@@ -1,0 +1,323 @@
+"""Everything that parses gets what it must not trust: `python -m tests.fuzz --inputs 20000`.
+
+An input is random bytes, or something sound with a few bytes changed, cut out, doubled or cut off. It must be read or
+refused with a typed error; anything else, a crash or a hang, is a find.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import shutil
+import socket
+import sqlite3
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from rich.table import Table
+
+from dora_rl.core import commands as c
+from dora_rl.core import events as e
+from dora_rl.core.config import build, override, read_toml
+from dora_rl.core.errors import BundleError, ConfigError, DoraError, IntegrityError, StoreError, TraceError, UserError
+from dora_rl.core.nouns import InstanceSpec, Prompt, SlotId
+from dora_rl.engine.bundle import Bundle, MovedRequest
+from dora_rl.engine.kv import KvShape
+from dora_rl.engine.requests import Request
+from dora_rl.envs.data import Problem
+from dora_rl.ledger.audit import audit
+from dora_rl.ledger.ledger import Ledger, LedgerError, SaidRow
+from dora_rl.ledger.witness import Terms
+from dora_rl.runtime import messages as m
+from dora_rl.runtime.channel import Channel, ChannelError
+from dora_rl.runtime.config import RunConfig
+from dora_rl.runtime.folder import RunFolder
+from dora_rl.sim.workload import read_trace
+from dora_rl.weights.store import WeightStore
+
+Fuzz = Callable[[bytes], None]
+
+# -- inputs -------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def mangled(draw: st.DrawFn, sound: bytes) -> bytes:
+    """Something sound, with a few changes; now and then anything at all."""
+    if draw(st.integers(0, 9)) == 0:
+        return draw(st.binary(max_size=200))
+    data = bytearray(sound)
+    for _ in range(draw(st.integers(1, 4))):
+        place = draw(st.integers(0, max(0, len(data) - 1)))
+        size = draw(st.sampled_from([1, 1, 2, 8, 100]))
+        match draw(st.sampled_from(["change", "cut", "double", "end"])):
+            case "change":
+                data[place : place + size] = draw(st.binary(min_size=1, max_size=size))
+            case "cut":
+                del data[place : place + size]
+            case "double":
+                data[place:place] = data[place : place + size]
+            case _:
+                del data[place:]
+    return bytes(data)
+
+
+# -- what is fed --------------------------------------------------------------------------------------------------
+
+
+def frames(data: bytes) -> None:
+    """What comes over a channel, to the supervisor and to a process."""
+    for kind in (m.FromProcess, m.ToProcess):
+        ours, theirs = socket.socketpair()
+        channel: Channel[m.Message] = Channel(ours, kind)  # type: ignore[arg-type]
+        theirs.sendall(data)
+        theirs.close()
+        try:
+            while not channel.closed:
+                channel.receive()
+        except ChannelError:
+            pass
+        finally:
+            channel.close()
+
+
+def sound_frames() -> bytes:
+    slot = SlotId("i0.1", 0)
+    said: list[m.Message] = [
+        m.Joined(spec=InstanceSpec(instance="i0.1", slots=1, max_requests=4, kv_tokens=100), kernels="torch"),
+        m.Report(
+            said=(m.Said(trajectory=1, attempt=0, version=0, start=0, tokens=b"\1\0\0\0", logprobs=b"\0\0\0\0"),),
+            ended=(m.Ended(trajectory=1, attempt=0, reason="stop"),),
+            events=(e.SlotLoaded(slot=slot, version=0, fingerprint="f" * 64), e.Progress(instance="i0.1", kv_tokens=3)),
+        ),
+        m.Imported(move=1, arrived=(1, 2)),
+        m.Judged(item=1, reward=0.5, parts={"a": 0.5}, failed=None),
+        m.Do(command=c.LoadVersion(slot=slot, version=3)),
+        m.Submit(slot=0, requests=(Request(trajectory=1, version=0, prompt=(1, 2, 3)),)),
+        m.Judge(item=1, problem=Problem(key="k", prompt="1+1=", answer="2"), completion="2", tokens=(3,)),
+    ]
+    ours, theirs = socket.socketpair()
+    channel: Channel[m.Message] = Channel(ours, m.FromProcess)  # type: ignore[arg-type]
+    for message in said:
+        channel.send(message)
+    data = theirs.recv(1 << 20)
+    ours.close()
+    theirs.close()
+    return data
+
+
+def bundle(data: bytes) -> None:
+    try:
+        made = Bundle.from_bytes(data)
+        for frame in made.frames():
+            assert frame.error is not None or frame.moved is not None
+        made.trajectories()
+    except BundleError:
+        pass
+
+
+def sound_bundle() -> bytes:
+    shape = KvShape(1, 1, 4, 2, "float32")
+    moved = [
+        MovedRequest(
+            request=Request(trajectory=number, version=0, prompt=(1, 2, 3), response=(4, 5)),
+            fingerprint="f" * 64,
+            computed=2,
+            known=0,
+            kv_shape=shape,
+        )
+        for number in range(2)
+    ]
+    made, _ = Bundle.lay_out(moved, [64, 64], None)
+    return made.to_bytes()
+
+
+def config(folder: Path, data: bytes) -> None:
+    path = folder / "config.toml"
+    path.write_bytes(data)
+    with contextlib.suppress(ConfigError):
+        build(RunConfig, override(read_toml(path), [data[:40].decode(errors="replace")]), str(path))
+    with contextlib.suppress(ConfigError):
+        build(RunConfig, read_toml(path), str(path))
+
+
+SOUND_CONFIG = b"""seed = 1
+[model]
+path = "m"
+[data]
+source = "task.py:problems"
+[reward]
+functions = ["exact"]
+weights = [1.0]
+[control]
+mode = "dora"
+max_staleness = 3
+groups_per_step = 8
+group_size = 8
+max_response_tokens = 1024
+[rollout.engine]
+kv_bytes = 67108864
+[trainer.optimiser]
+learning_rate = 1e-3
+"""
+
+
+def run_folder(folder: Path, data: bytes) -> None:
+    path = folder / "run"
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_bytes(data)
+    with contextlib.suppress(UserError):
+        RunFolder.open(path).read()
+
+
+def trace(folder: Path, data: bytes) -> None:
+    path = folder / "trace.jsonl"
+    path.write_bytes(data)
+    with contextlib.suppress(TraceError):
+        read_trace(path)
+
+
+SOUND_TRACE = b'{"response_tokens": 12, "prompt_tokens": 3, "group": "a"}\n{"response_tokens": 7, "group": 2}\n'
+
+
+def weights(folder: Path, data: bytes) -> None:
+    store = WeightStore(folder / "weights", keep=9)
+    store.path(0).write_bytes(data)
+    try:
+        with store.lease(0) as lease:
+            lease.prove(lease.tensors())
+    except (StoreError, IntegrityError):
+        pass
+
+
+def sound_weights(folder: Path) -> bytes:
+    import torch
+
+    from dora_rl.core.ports import TensorSpec
+
+    store = WeightStore(folder / "made", keep=9)
+    store.publish(0, [TensorSpec("w", "F32", (2, 3))], [torch.ones(2, 3)])
+    return store.path(0).read_bytes()
+
+
+def ledger(folder: Path, data: bytes) -> None:
+    """Damaged pages: an audit names something or finds nothing that matters; opening it raises what is typed."""
+    for left in folder.glob("ledger.db*"):
+        left.unlink()
+    path = folder / "ledger.db"
+    path.write_bytes(data)
+    audit(path, Terms(1, 2, 1, False, None))
+    try:
+        opened = Ledger(path, 2)
+    except (LedgerError, IntegrityError):
+        return
+    try:
+        log = list(opened.events())
+        opened.compare(log)
+        for trajectory in range(4):
+            opened.trajectory(trajectory)
+    except DoraError:
+        pass
+    finally:
+        opened.close()
+
+
+def sound_ledger(folder: Path) -> bytes:
+    """A ledger with something in every table."""
+    path = folder / "sound.db"
+    made = Ledger(path, 2)
+    slot, other = SlotId("i0.1", 0), SlotId("i1.1", 0)
+    prompts = tuple(Prompt(key=f"prompt {number}", tokens=5) for number in range(40))
+    at = 0
+    lines: list[tuple[e.Event, list[c.Command]]] = [
+        (e.PromptsArrived(prompts=prompts), [c.Publish(version=0, attempt=1)]),
+        (
+            e.Published(version=0, attempt=1, fingerprint="f" * 64),
+            [c.StartGroup(group=number, prompt=prompts[number], version=0, slot=slot) for number in range(2)],
+        ),
+        (e.Tick(), [c.Move(trajectories=(0,), attempts=(0,), version=0, source=slot, target=other)]),
+        (e.Moved(trajectories=(0,), attempts=(0,), source=slot, target=other), []),
+        *((e.Progress(instance="i0.1", kv_tokens=number, tokens={0: number}), []) for number in range(40)),
+        (e.Tick(), [c.Apply(step=0, attempt=1, groups=(0,))]),
+    ]
+    for event, commands in lines:
+        at += 1_000_000
+        made.said([SaidRow(0, at, 0, b"\1\0\0\0" * 8, b"\0\0\0\0" * 8)] if at > 2_000_000 else [], [])
+        made.log(event, commands, at)
+    made.said([], [(0, "stop")])
+    made.close()
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    connection.execute("PRAGMA journal_mode = DELETE")
+    connection.close()
+    return path.read_bytes()
+
+
+# -- running ------------------------------------------------------------------------------------------------------
+
+
+def targets(folder: Path) -> dict[str, tuple[bytes, Fuzz]]:
+    """By name: something sound to start from, and what is fed."""
+    document = {"base": "/", "config": {"model": {"path": "m"}, "data": {"source": "s"}, "control": {"steps": 3}}}
+    return {
+        "frames and messages": (sound_frames(), frames),
+        "bundles": (sound_bundle(), bundle),
+        "configs": (SOUND_CONFIG, functools.partial(config, folder)),
+        "run folders": (json.dumps(document).encode(), functools.partial(run_folder, folder)),
+        "traces": (SOUND_TRACE, functools.partial(trace, folder)),
+        "weights": (sound_weights(folder), functools.partial(weights, folder)),
+        "ledgers": (sound_ledger(folder), functools.partial(ledger, folder)),
+    }
+
+
+def fuzz(sound: bytes, feed: Fuzz, inputs: int, seed: int = 0) -> None:
+    """Feed so many inputs; the first that is not refused as it should be is raised, in its smallest form."""
+
+    @settings(
+        max_examples=inputs,
+        deadline=None,
+        database=None,
+        derandomize=seed == 0,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate, Phase.shrink],
+    )
+    @given(mangled(sound))
+    def fed(data: bytes) -> None:
+        feed(data)
+
+    fed()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--inputs", type=int, default=20_000, help="for each target; ledgers get a tenth")
+    options = parser.parse_args()
+    console = Console()
+    table = Table("fuzzed", "inputs", "seconds")
+    folder = Path(tempfile.mkdtemp(prefix="dora-rl-fuzz-"))
+    failed, total = 0, 0
+    for name, (sound, feed) in targets(folder).items():
+        inputs = options.inputs // 10 if name in ("ledgers", "weights") else options.inputs
+        begin = time.monotonic()
+        try:
+            fuzz(sound, feed, inputs)
+        except Exception as error:  # whatever it is, it is the find
+            failed += 1
+            console.print(f"{name}: {type(error).__name__}: {error}", highlight=False, markup=False)
+        total += inputs
+        table.add_row(name, f"{inputs:,}", f"{time.monotonic() - begin:.0f}")
+    shutil.rmtree(folder)
+    console.print(table)
+    console.print(f"{total:,} inputs, {failed} finds")
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""What must hold after a run, whatever has happened to it."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from dora_rl.apps.audit import audited
+from dora_rl.runtime.folder import RunFolder
+from dora_rl.trainer import checkpoint
+from tests.runtime.host import Supervisor, alive
+
+
+def broken(supervisor: Supervisor, outcome: dict[str, Any], steps: int) -> list[str]:
+    """Promises that a finished run has not kept."""
+    folder = supervisor.folder
+    found = list(audited(folder).problems)
+    if outcome.get("code") != 0:
+        found.append(f"it ended with {outcome}; see {folder.path}")
+        return found
+    audit = audited(folder)
+    if not audit.finished or audit.steps != steps:
+        found.append(f"{audit.steps} steps are done of {steps}")
+    if checkpoint.versions(folder.checkpoints)[-1:] != [steps]:
+        found.append(f"the last checkpoints are {checkpoint.versions(folder.checkpoints)}, not {steps}")
+    return found + leftovers(supervisor, outcome)
+
+
+def leftovers(supervisor: Supervisor, outcome: dict[str, Any]) -> list[str]:
+    """Processes, shared memory, descriptors and half-written files that a run has left behind."""
+    everybody = supervisor.everybody()
+    found = [f"process {pid} lives on" for pid in everybody if alive(pid)]
+    for segment in Path("/dev/shm").glob("dora-rl-*"):
+        owner = segment.name.removeprefix("dora-rl-kv-").split("-")[0]
+        mine = owner.isdigit() and int(owner) in everybody
+        if mine or segment.name.startswith(f"dora-rl-{supervisor.folder.path.name}-"):
+            found.append(f"{segment} is left")
+    found += [f"descriptor {one} is left open" for one in outcome.get("leaked", [])]
+    litter = [*supervisor.folder.path.rglob(".staged-*"), *supervisor.folder.path.rglob(".partial-*")]
+    return found + [f"{path} is left half-written" for path in litter]
+
+
+def wait_for_events(supervisor: Supervisor, count: int, seconds: float = 240.0) -> bool:
+    """Until so many events are on disk; False if the run ends before."""
+    end = time.monotonic() + seconds
+    while supervisor.events() < count:
+        if not supervisor.alive():
+            return False
+        assert time.monotonic() < end, f"nothing moves; see {supervisor.folder.path}"
+        time.sleep(0.003)
+    return True
+
+
+def strike(
+    supervisor: Supervisor, place: str | None, dice: random.Random, number: int = signal.SIGKILL, most: int = 40
+) -> bool:
+    """Hit a process at some moment, at most so many events from now; False if there was nobody to hit."""
+    later = supervisor.events() + dice.randint(1, most)
+    return wait_for_events(supervisor, later) and supervisor.signal(number, place)
+
+
+def final_weights(folder: RunFolder) -> dict[str, Any]:
+    """The policy that a run has ended with."""
+    path = checkpoint.latest(folder.checkpoints)
+    assert path is not None
+    tensors: dict[str, Any] = load_file(path / "policy" / "model.safetensors")
+    return tensors

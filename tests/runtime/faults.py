@@ -1,0 +1,164 @@
+"""Faulty parts of a machine: a wire that loses frames, a disk that is full for a while, a clock that jumps."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import sqlite3
+import struct
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dora_rl.ledger.ledger import connect
+from dora_rl.runtime.machine import Machine
+from dora_rl.runtime.nursery import Nursery
+
+_HEAD = struct.Struct("<II")
+
+
+def machine(order: dict[str, Any], nursery: Callable[[Path], Nursery]) -> Machine:
+    """The machine that an order asks for."""
+    parts: dict[str, Any] = {"nursery": nursery}
+    note = Note(Path(order["folder"]) / "logs" / "faults")
+    if "wire" in order:
+        parts["link"] = Wire(**order["wire"], note=note).link
+    if "full" in order:
+        begin, end = order["full"]
+        parts["connect"] = lambda path: FullDisk(connect(path), begin, end, note)
+    if "jumps" in order:
+        parts["clock"] = Clock(order["jumps"])
+    return Machine(**parts)
+
+
+class Note:
+    """Writes down which faults have really happened."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __call__(self, fault: str) -> None:
+        with self._path.open("a") as file:
+            file.write(f"{fault}\n")
+
+
+class Clock:
+    """Follows the machine's clock, and jumps: at so many seconds, by so many seconds."""
+
+    def __init__(self, jumps: list[tuple[float, float]]) -> None:
+        self._jumps = jumps
+        self._begin = time.monotonic()
+
+    def __call__(self) -> int:
+        passed = time.monotonic() - self._begin
+        return time.monotonic_ns() + sum(round(by * 1e9) for at, by in self._jumps if passed >= at)
+
+
+class FullDisk:
+    """A connection to a disk that is full from one moment to another, in seconds."""
+
+    def __init__(self, connection: sqlite3.Connection, begin: float, end: float, note: Note) -> None:
+        self._connection = connection
+        self._note = note
+        self._begin = time.monotonic() + begin
+        self._end = time.monotonic() + end
+
+    def execute(self, statement: str, values: Any = ()) -> sqlite3.Cursor:
+        if self._begin <= time.monotonic() < self._end:
+            self._note("full")
+            error = sqlite3.OperationalError("database or disk is full")
+            error.sqlite_errorcode = sqlite3.SQLITE_FULL
+            raise error
+        return self._connection.execute(statement, values)
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def __enter__(self) -> FullDisk:
+        self._connection.__enter__()
+        return self
+
+    def __exit__(self, *details: Any) -> None:
+        self._connection.__exit__(*details)
+
+
+class Wire:
+    """Links whose frames go through a thread that drops, doubles or delays a few of them."""
+
+    def __init__(self, seed: int, faults: int, rate: float, kinds: list[str], note: Note) -> None:
+        self._note = note
+        self._dice = random.Random(seed)
+        self._left = faults
+        self._rate = rate
+        self._kinds = kinds
+
+    def link(self) -> tuple[socket.socket, socket.socket]:
+        ours, near = socket.socketpair()
+        far, theirs = socket.socketpair()
+        for source, target in ((near, far), (far, near)):
+            threading.Thread(target=self._relay, args=(source, target), daemon=True).start()
+        return ours, theirs
+
+    def _relay(self, source: socket.socket, target: socket.socket) -> None:
+        try:
+            while frame := _frame(source):
+                for one in self._mangled(frame):
+                    target.sendall(one)
+        except OSError:
+            pass
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        target.close()
+
+    def _mangled(self, frame: bytes) -> list[bytes]:
+        if "bundle" in self._kinds and b"Exported" in frame[:64] and _damage_bundle(frame, self._dice):
+            self._note("bundle")
+        if self._left <= 0 or self._dice.random() > self._rate:
+            return [frame]
+        self._left -= 1
+        kind = self._dice.choice([kind for kind in self._kinds if kind != "bundle"])
+        self._note(kind)
+        match kind:
+            case "drop":
+                return []
+            case "double":
+                return [frame, frame]
+            case _:
+                time.sleep(self._dice.random())
+                return [frame]
+
+
+def _damage_bundle(frame: bytes, dice: random.Random) -> bool:
+    """Flip a byte in the header of a bundle that is on its way."""
+    path = Path(msgspec.msgpack.decode(frame[_HEAD.size :])["bundle"] or os.devnull)
+    if not path.is_file():
+        return False
+    with path.open("r+b") as file:
+        place = dice.randrange(64, 256)  # the first request's frame, behind the file's own head
+        file.seek(place)
+        byte = file.read(1)
+        file.seek(place)
+        file.write(bytes([byte[0] ^ 0x55]))
+    return True
+
+
+def _frame(source: socket.socket) -> bytes:
+    head = _exactly(source, _HEAD.size)
+    return head + _exactly(source, _HEAD.unpack(head)[0]) if head else b""
+
+
+def _exactly(source: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        part = source.recv(size - len(data))
+        if not part:
+            return b""
+        data += part
+    return bytes(data)

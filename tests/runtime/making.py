@@ -1,0 +1,142 @@
+"""A job so small that a whole run takes a second or two, and what must hold after it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dora_rl.core.config import build
+from dora_rl.runtime.config import RunConfig
+from dora_rl.runtime.folder import RunFolder
+
+LETTERS = "0123456789*+="
+TASK = '''
+import os, pathlib, time
+
+HERE = pathlib.Path(__file__).parent
+
+def problems(count=64):
+    return [{"prompt": f"{n}*{n % 9 + 1}+{n % 10}=", "answer": str(n % 10)} for n in range(1, count + 1)]
+
+def reward(prompts, completions, **_):
+    return [sum(letter in "13579" for letter in text) / 48 - len(text) / 200 for text in completions]
+
+def once(name):
+    """True the first time, over all processes."""
+    try:
+        os.close(os.open(HERE / name, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+def hangs_once(prompts, completions, **_):
+    if once("hung"):
+        time.sleep(3600)
+    return reward(prompts, completions)
+
+def kills_once(prompts, completions, **_):
+    if once("killed"):
+        os.kill(os.getpid(), 9)
+    return reward(prompts, completions)
+
+def kills_always(prompts, completions, **_):
+    os.kill(os.getpid(), 9)
+
+def hangs_always(prompts, completions, **_):
+    time.sleep(3600)
+
+def huge(prompts, completions, **_):
+    return [3e38 if len(text) % 2 else -3e38 for text in completions]
+'''
+
+
+def make_model(path: Path, layers: int = 2, hidden: int = 32) -> None:
+    """A random model of letters, with its tokenizer."""
+    import torch
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    t: Any = transformers
+    letters = ["<pad>", "</s>", *LETTERS]
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    t.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="<pad>").save_pretrained(path)
+    torch.manual_seed(0)
+    config = t.LlamaConfig(
+        vocab_size=len(letters),
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+        tie_word_embeddings=True,
+    )
+    t.LlamaForCausalLM(config).save_pretrained(path)
+
+
+def settings(base: Path, mode: str = "dora", **control: Any) -> dict[str, Any]:
+    """The small job's configuration as a tree; its model and task lie in `base`."""
+    return {
+        "model": {"path": str(base / "model")},
+        "data": {"source": "task.py:problems"},
+        "reward": {"functions": ["task.py:reward"], "timeout_seconds": 20.0},
+        "control": {
+            "mode": mode,
+            "max_staleness": 3,
+            "groups_per_step": 2,
+            "group_size": 2,
+            "steps": 4,
+            "max_response_tokens": 48,
+            "deadlines": {"load": 20.0, "move": 5.0, "score": 30.0, "heartbeat": 5.0, "train": 20.0, "stall": 600.0},
+            **control,
+        },
+        "rollout": {
+            "instances": 2,
+            "heartbeat_seconds": 0.2,
+            "engine": {
+                "max_requests": 4,
+                "kv_bytes": 1 << 22,
+                "host_bytes": 1 << 22,
+                "max_context": 80,
+                "stream_every": 4,
+            },
+        },
+        "trainer": {"optimiser": {"learning_rate": 1e-3}},
+        "logging": {"tensorboard": False},
+        "supervision": {"backoff_seconds": 0.05},
+        "threads": 1,
+        "seed": 1,
+    }
+
+
+def make_base(base: Path) -> Path:
+    """The folder of jobs: model and task."""
+    base.mkdir(parents=True, exist_ok=True)
+    make_model(base / "model")
+    (base / "task.py").write_text(TASK)
+    return base
+
+
+def make_run(base: Path, name: str, tree: dict[str, Any]) -> RunFolder:
+    """The folder of a run that has not begun."""
+    return RunFolder.create(build(RunConfig, tree), base, name)
+
+
+def merged(tree: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """`other` over `tree`."""
+    result = dict(tree)
+    for key, value in other.items():
+        result[key] = merged(result[key], value) if isinstance(value, dict) and key in result else value
+    return result
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """The records of a file with one JSON object a line."""
+    return [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,0 +1,280 @@
+"""`dora-rl audit` passes on real runs and names what is wrong with doctored ones."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dora_rl.apps.audit import audited, verdict
+from dora_rl.ledger.derive import derive
+from dora_rl.ledger.ledger import chain, read_events
+from dora_rl.ledger.schema import TABLES
+from dora_rl.runtime.folder import RunFolder
+from tests.runtime.host import Host
+from tests.runtime.making import make_run, settings
+
+MODES = ["sync", "one_step_off", "partial", "dora"]
+
+
+@pytest.fixture(scope="module")
+def finished(host: Host, base: Path) -> dict[str, RunFolder]:
+    """One run of each mode."""
+    folders = {mode: make_run(base, f"audit-{mode}", settings(base, mode, steps=3)) for mode in MODES}
+    for mode, started in [(mode, host.start(folder)) for mode, folder in folders.items()]:
+        assert started.wait().get("code") == 0, mode
+    return folders
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_real_runs_pass(finished: dict[str, RunFolder], mode: str) -> None:
+    found = audited(finished[mode])
+    assert found.problems == []
+    assert found.finished
+    assert found.steps == 3
+    assert verdict(found).startswith("kept")
+
+
+@pytest.fixture
+def doctored(finished: dict[str, RunFolder], tmp_path: Path) -> RunFolder:
+    """A copy of a run, to be tampered with."""
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    for suffix in ("", "-wal", "-shm"):
+        source = finished["dora"].path / f"ledger.db{suffix}"
+        if source.exists():
+            shutil.copy(source, folder.path)
+    shutil.copy(finished["dora"].config, folder.path)
+    return folder
+
+
+def change(folder: RunFolder, *statements: str) -> None:
+    """Tamper with a ledger."""
+    connection = sqlite3.connect(folder.ledger)
+    for statement in statements:
+        assert connection.execute(statement).rowcount, statement
+    connection.commit()
+    connection.close()
+
+
+# One row of each table, by a condition, and how its content is changed.
+ROWS = {
+    "events": ("seq = 9", "at = at + 1"),
+    "prompts": ("number = 1", "tokens = tokens + 1"),
+    "groups": ("id = 1", "version = version + 1"),
+    "trajectories": ("id = 3", "reward = 0.75"),
+    "said": ("(trajectory, start) = (SELECT trajectory, max(start) FROM said)", "logprobs = zeroblob(4)"),
+    "ended": ("trajectory = (SELECT max(trajectory) FROM ended)", "reason = 'environment'"),
+    "steps": ("step = 1", "fingerprint = 'other'"),
+    "moves": ("rowid = 1", "arrived = 1 - coalesce(arrived, 0)"),
+}
+NAMED = {
+    "events": "event",
+    "said": "trajectory",
+    "ended": "trajectory",
+}
+
+
+def problems(folder: RunFolder, table: str) -> list[str]:
+    """What the audit names about a table."""
+    word = NAMED.get(table, f"table {table}")
+    return [problem for problem in audited(folder).problems if word in problem]
+
+
+def with_a_move(folder: RunFolder, table: str) -> None:
+    """A run may have had no moves; one that the log does not know is a finding of its own."""
+    connection = sqlite3.connect(folder.ledger)
+    (count,) = connection.execute("SELECT count(*) FROM moves").fetchone()
+    connection.close()
+    if table == "moves" and count < 2:
+        pytest.skip("this run moved fewer than two requests")
+
+
+@pytest.mark.parametrize("table", ROWS)
+def test_changed_row_is_named(doctored: RunFolder, table: str) -> None:
+    with_a_move(doctored, table)
+    where, how = ROWS[table]
+    change(doctored, f"UPDATE {table} SET {how} WHERE {where}")
+    assert problems(doctored, table)
+
+
+@pytest.mark.parametrize("table", ROWS)
+def test_removed_row_is_named(doctored: RunFolder, table: str) -> None:
+    with_a_move(doctored, table)
+    change(doctored, f"DELETE FROM {table} WHERE {ROWS[table][0]}")
+    assert problems(doctored, table)
+
+
+# A copy of the row under a key that is free, or under none where there is none.
+COPIES = {
+    "events": "SELECT (SELECT max(seq) + 1 FROM events), at, event, commands, chain",
+    "prompts": "SELECT 'copy', 999, tokens",
+    "groups": "SELECT 999, (SELECT max(key) FROM prompts WHERE key NOT IN (SELECT prompt FROM groups)), version, "
+    "admitted_at, step, verdict",
+    "trajectories": 'SELECT 999, "group", attempt, instance, version, fingerprint, tokens, reward, failed',
+    "said": "SELECT trajectory, start + 999, version, tokens, logprobs, observed, experts, experts_layers, "
+    "experts_used, digest",
+    "ended": "SELECT 999, reason, digest",
+    "steps": "SELECT 999, applied_at, published_at, fingerprint",
+    "moves": "SELECT *",
+}
+
+
+@pytest.mark.parametrize("table", ROWS)
+def test_doubled_row_is_named(doctored: RunFolder, table: str) -> None:
+    with_a_move(doctored, table)
+    change(doctored, f"INSERT INTO {table} {COPIES[table]} FROM {table} WHERE {ROWS[table][0]}")
+    assert problems(doctored, table)
+
+
+# Two rows change places.
+SWAPS = {
+    "events": "UPDATE events SET seq = CASE seq WHEN 9 THEN -10 ELSE -9 END WHERE seq IN (9, 10)",
+    "prompts": "UPDATE prompts SET number = CASE number WHEN 1 THEN -2 ELSE -1 END WHERE number IN (1, 2)",
+    "groups": "UPDATE groups SET id = CASE id WHEN 1 THEN -2 ELSE -1 END WHERE id IN (1, 2)",
+    "trajectories": "UPDATE trajectories SET id = CASE id WHEN 1 THEN -2 ELSE -1 END WHERE id IN (1, 2)",
+    "steps": "UPDATE steps SET step = CASE step WHEN 0 THEN -1 ELSE -2 END WHERE step IN (0, 1)",
+}
+
+
+@pytest.mark.parametrize("table", SWAPS)
+def test_rows_that_change_places_are_named(doctored: RunFolder, table: str) -> None:
+    column = {"events": "seq", "prompts": "number", "steps": "step"}.get(table, "id")
+    # Steps count from 0, so their negatives are shifted by one.
+    back = f"-1 - {column}" if table == "steps" else f"-{column}"
+    change(doctored, SWAPS[table], f"UPDATE {table} SET {column} = {back} WHERE {column} < 0")
+    if table == "steps":
+        change(doctored, "UPDATE steps SET fingerprint = 'x' || fingerprint WHERE step = 0")
+    assert problems(doctored, table)
+
+
+def test_tokens_that_change_places_are_named(doctored: RunFolder) -> None:
+    change(
+        doctored,
+        "UPDATE said SET logprobs = (SELECT logprobs FROM said WHERE start = 0 ORDER BY trajectory LIMIT 1) "
+        "WHERE (trajectory, start) = (SELECT max(trajectory), 0 FROM said)",
+    )
+    assert problems(doctored, "said")
+
+
+def test_truncated_log_is_named(doctored: RunFolder) -> None:
+    change(doctored, "DELETE FROM events WHERE seq > (SELECT max(seq) / 2 FROM events)")
+    assert any("table" in problem for problem in audited(doctored).problems)
+
+
+def test_damaged_file_is_named(doctored: RunFolder) -> None:
+    connection = sqlite3.connect(doctored.ledger)
+    connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    connection.close()
+    data = bytearray(doctored.ledger.read_bytes())
+    data[4096 * 3 : 4096 * 3 + 512] = bytes(512)
+    doctored.ledger.write_bytes(data)
+    assert any("damaged" in problem for problem in audited(doctored).problems)
+
+
+Edit = Callable[[bytes, bytes], tuple[bytes, bytes]]
+
+
+def forge(folder: RunFolder, edit: Edit) -> None:
+    """Rewrite the log with a chain that fits, and the tables from it: only what it says can be wrong."""
+    connection = sqlite3.connect(folder.ledger)
+    link = b""
+    for seq, at, event, commands in connection.execute("SELECT seq, at, event, commands FROM events").fetchall():
+        new_event, new_commands = edit(event, commands)
+        link = chain(link, seq, at, new_event, new_commands)
+        row = (new_event, new_commands, link, seq)
+        connection.execute("UPDATE events SET event = ?, commands = ?, chain = ? WHERE seq = ?", row)
+    ours = sqlite3.connect(":memory:")
+    ours.executescript(TABLES)
+    for logged in list(read_events(connection)):
+        for statement, values in derive(logged.event, list(logged.commands), logged.at, 2):
+            ours.execute(statement, values)
+    for table in ("moves", "steps", "trajectories", "groups", "prompts"):
+        connection.execute(f"DELETE FROM {table}")
+        rows = ours.execute(f"SELECT * FROM {table}").fetchall()
+        for row in rows:
+            connection.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(row))})", row)
+    connection.commit()
+    connection.close()
+
+
+def once(pattern: bytes, change: Callable[[re.Match[bytes]], bytes], *, commands: bool = False) -> Edit:
+    """Change the first place that fits."""
+    done = False
+
+    def edit(event: bytes, answer: bytes) -> tuple[bytes, bytes]:
+        nonlocal done
+        parts = [event, answer]
+        found = None if done else re.search(pattern, parts[commands])
+        if found is not None:
+            done = True
+            parts[commands] = parts[commands][: found.start()] + change(found) + parts[commands][found.end() :]
+        return parts[0], parts[1]
+
+    return edit
+
+
+FORGERIES: dict[str, tuple[Edit, str]] = {
+    "fingerprint served": (
+        once(rb'("Generated".*"fingerprint":")(\w{4})', lambda found: found[1] + b"0bad"),
+        "not the published version",
+    ),
+    "fingerprint loaded": (
+        once(rb'("SlotLoaded".*"fingerprint":")(\w{4})', lambda found: found[1] + b"0bad"),
+        "not the published version",
+    ),
+    "version served": (
+        once(rb'("Generated".*"version":)(\d)', lambda found: found[1] + b"%d" % (int(found[2]) + 1)),
+        "was served",
+    ),
+    "a step with too few groups": (
+        once(rb'("Apply".*?"groups":)\[\d+,', lambda found: found[1] + b"[", commands=True),
+        "groups and is not the last",
+    ),
+    "a group trained early": (
+        once(rb'("Apply".*?"groups":)\[\d+,', lambda found: found[1] + b"[5,", commands=True),
+        "trains group 5",
+    ),
+    "a prompt admitted twice": (
+        once(rb'("StartGroup","group":1,"prompt":\{"key":")[^"]+', lambda found: found[1] + b"no such", commands=True),
+        "never handed out",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_log_that_contradicts_the_promises_is_named(doctored: RunFolder, name: str) -> None:
+    edit, expected = FORGERIES[name]
+    try:
+        forge(doctored, edit)
+    except sqlite3.IntegrityError:
+        forge_log_only(doctored, edit)
+    found = audited(doctored).problems
+    assert any(expected in problem for problem in found), found
+
+
+def forge_log_only(folder: RunFolder, edit: Edit) -> None:
+    """The tables refuse what the log would say."""
+    connection = sqlite3.connect(folder.ledger)
+    link = b""
+    for seq, at, event, commands in connection.execute("SELECT seq, at, event, commands FROM events").fetchall():
+        new_event, new_commands = edit(event, commands)
+        link = chain(link, seq, at, new_event, new_commands)
+        connection.execute(
+            "UPDATE events SET event = ?, commands = ?, chain = ? WHERE seq = ?", (new_event, new_commands, link, seq)
+        )
+    connection.commit()
+    connection.close()
+
+
+def test_decisions_of_another_configuration_are_named(doctored: RunFolder) -> None:
+    document = msgspec.json.decode(doctored.config.read_bytes())
+    document["config"]["control"]["max_staleness"] = 0
+    doctored.config.write_bytes(msgspec.json.encode(document))
+    found = audited(doctored).problems
+    assert any("answered otherwise" in problem for problem in found), found

@@ -1,0 +1,339 @@
+"""A run survives the loss of any of its parts, and of itself: nothing lost, nothing twice, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import sqlite3
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dora_rl.apps.audit import audited
+from dora_rl.core import commands as c
+from dora_rl.ledger.ledger import connect, read_events
+from dora_rl.runtime.folder import RunFolder
+from dora_rl.trainer import checkpoint
+from tests.runtime.checks import broken, final_weights, leftovers, strike, wait_for_events
+from tests.runtime.host import Host, Supervisor
+from tests.runtime.making import lines, make_run, merged, settings
+
+STEPS = 5
+
+
+def begin(host: Host, base: Path, name: str, other: dict[str, Any] | None = None, **faults: Any) -> Supervisor:
+    tree = merged(settings(base, steps=STEPS), other or {})
+    return host.start(make_run(base, name, tree), **faults)
+
+
+def resume(host: Host, before: Supervisor, **faults: Any) -> Supervisor:
+    return host.start(before.folder, **faults)
+
+
+def finish(supervisor: Supervisor, steps: int = STEPS) -> dict[str, Any]:
+    outcome = supervisor.wait()
+    assert broken(supervisor, outcome, steps) == []
+    return outcome
+
+
+@pytest.mark.parametrize("place", ["i0", "trainer", "judge0"])
+def test_killed_process_is_replaced(host: Host, base: Path, place: str) -> None:
+    run = begin(host, base, f"kill-{place}")
+    dice = random.Random(place)
+    struck = sum(strike(run, place, dice) for _ in range(2))
+    outcome = finish(run)
+    assert struck
+    assert sum("is lost" in notice for notice in outcome["notices"]) == struck, outcome
+
+
+def test_killed_supervisor_is_resumed(host: Host, base: Path) -> None:
+    run = begin(host, base, "kill-supervisor")
+    dice = random.Random(3)
+    for _ in range(2):
+        assert strike(run, None, dice)
+        assert "code" not in run.wait()
+        run = resume(host, run)
+    finish(run)
+
+
+def test_killed_nursery_is_replaced(host: Host, base: Path) -> None:
+    run = begin(host, base, "kill-nursery")
+    assert strike(run, "nursery", random.Random(1))
+    finish(run)
+
+
+@pytest.mark.parametrize("place", ["i1", "trainer", "judge0"])
+def test_stopped_process_goes_on_or_is_replaced(host: Host, base: Path, place: str) -> None:
+    short = {"deadlines": {"heartbeat": 1.0, "train": 3.0, "move": 1.0, "load": 5.0}}
+    run = begin(host, base, f"stop-{place}", {"control": short, "reward": {"timeout_seconds": 1.0}})
+    assert strike(run, place, random.Random(place), signal.SIGSTOP)
+    finish(run)
+
+
+def test_stopped_supervisor_goes_on(host: Host, base: Path) -> None:
+    run = begin(host, base, "stop-supervisor", {"control": {"deadlines": {"heartbeat": 1.0}}})
+    assert strike(run, None, random.Random(1), signal.SIGSTOP)
+    time.sleep(1.5)
+    run.signal(signal.SIGCONT)
+    finish(run)
+
+
+def test_interrupt_keeps_everything(host: Host, base: Path) -> None:
+    run = begin(host, base, "interrupt")
+    assert strike(run, None, random.Random(5), signal.SIGINT)
+    outcome = run.wait()
+    assert outcome["code"] == 130
+    assert leftovers(run, outcome) == []
+    assert audited(run.folder).problems == []
+    assert not audited(run.folder).finished
+    finish(resume(host, run))
+
+
+def test_second_interrupt_ends_at_once(host: Host, base: Path) -> None:
+    run = begin(host, base, "interrupt-twice")
+    assert strike(run, None, random.Random(6), signal.SIGINT)
+    run.signal(signal.SIGINT)
+    run.wait()
+    finish(resume(host, run))
+
+
+def test_finished_run_is_left_as_it_is(host: Host, base: Path) -> None:
+    run = begin(host, base, "finished", {"control": {"steps": 2}})
+    finish(run, 2)
+    before = run.folder.ledger.read_bytes(), run.events()
+    again = resume(host, run)
+    finish(again, 2)
+    assert (run.folder.ledger.read_bytes(), run.events()) == before
+
+
+def test_finished_run_without_its_last_checkpoint_writes_it(host: Host, base: Path) -> None:
+    run = begin(host, base, "unsaved", {"control": {"steps": 2}, "checkpoint": {"every": 2}})
+    finish(run, 2)
+    last = checkpoint.latest(run.folder.checkpoints)
+    assert last is not None
+    weights = final_weights(run.folder)
+    shutil.rmtree(last)
+    again = resume(host, run)
+    finish(again, 2)
+    for name, tensor in final_weights(run.folder).items():
+        torch.testing.assert_close(tensor, weights[name])
+
+
+def test_second_supervisor_is_refused(host: Host, base: Path) -> None:
+    run = begin(host, base, "two")
+    assert wait_for_events(run, 10)
+    pids = dict(run.pids())
+    second = resume(host, run)
+    while second.alive():
+        time.sleep(0.01)
+    refused = json.loads((run.folder.path / "outcome.json").read_text())
+    assert refused["code"] == 2
+    assert "already going on" in refused["error"]
+    assert run.pids() == pids
+    finish(run)
+
+
+def test_hung_reward_is_a_verdict(host: Host, base: Path) -> None:
+    (base / "hung").unlink(missing_ok=True)
+    run = begin(host, base, "hung", {"reward": {"functions": ["task.py:hangs_once"], "timeout_seconds": 1.0}})
+    finish(run)
+    assert "took longer" in " ".join(verdicts(run.folder))
+
+
+def test_reward_that_kills_its_process_is_asked_again(host: Host, base: Path) -> None:
+    (base / "killed").unlink(missing_ok=True)
+    run = begin(host, base, "killer", {"reward": {"functions": ["task.py:kills_once"]}})
+    finish(run)
+    assert verdicts(run.folder) == []
+
+
+def verdicts(folder: RunFolder) -> list[str]:
+    connection = connect(folder.ledger)
+    found = [row[0] for row in connection.execute("SELECT failed FROM trajectories WHERE failed IS NOT NULL")]
+    connection.close()
+    return found
+
+
+def test_damaged_newest_checkpoint_is_set_aside(host: Host, base: Path) -> None:
+    run = begin(host, base, "damaged-checkpoint")
+    assert wait_for_version(run, 3)
+    run.signal(signal.SIGKILL)
+    run.wait()
+    last = checkpoint.latest(run.folder.checkpoints)
+    assert last is not None
+    damage(max((last / "state").iterdir(), key=lambda path: path.stat().st_size))
+    finish(resume(host, run))
+    assert list(run.folder.checkpoints.glob("damaged-*"))
+
+
+def wait_for_version(run: Supervisor, version: int) -> bool:
+    while run.alive():
+        if version in checkpoint.versions(run.folder.checkpoints):
+            return True
+        time.sleep(0.005)
+    return False
+
+
+def damage(path: Path) -> None:
+    """Flip some bytes in the middle."""
+    data = bytearray(path.read_bytes())
+    middle = len(data) // 2
+    data[middle : middle + 16] = bytes(byte ^ 0x55 for byte in data[middle : middle + 16])
+    path.write_bytes(data)
+
+
+def test_full_disk_is_waited_for(host: Host, base: Path) -> None:
+    run = begin(host, base, "full", full=[1.0, 2.5])
+    outcome = finish(run)
+    assert any("the run waits" in notice for notice in outcome["notices"])
+
+
+def test_full_disk_at_the_end_is_like_a_crash(host: Host, base: Path) -> None:
+    run = begin(host, base, "full-for-ever", full=[1.5, 3600.0])
+    assert wait_for_events(run, 10)
+    time.sleep(1.5)
+    run.signal(signal.SIGINT)
+    run.wait()
+    assert audited(run.folder).problems == []
+    finish(resume(host, run))
+
+
+def test_power_loss(host: Host, base: Path) -> None:
+    """All that was not forced to disk is gone: the last commits of the ledger, and the lines of the other files."""
+    run = begin(host, base, "power")
+    dice = random.Random(8)
+    assert strike(run, None, dice)
+    run.wait()
+    folder = run.folder
+    forget_unsynced(folder, dice)
+    finish(resume(host, run))
+    assert [line["step"] for line in lines(folder.metrics) if "step" in line] == sorted(
+        {line["step"] for line in lines(folder.metrics) if "step" in line}
+    )
+
+
+def forget_unsynced(folder: RunFolder, dice: random.Random) -> None:
+    """As after a power cut: a torn last frame in the WAL, files that were never synced cut anywhere."""
+    wal = folder.path / "ledger.db-wal"
+    if wal.exists():
+        with wal.open("ab") as file:
+            file.write(dice.randbytes(3000))  # a commit that was being written
+    for path in (folder.metrics, folder.samples, folder.activity, folder.events):
+        if path.exists():
+            os.truncate(path, dice.randint(0, path.stat().st_size))
+
+
+def test_ledger_that_lost_what_was_on_disk_is_refused(host: Host, base: Path) -> None:
+    run = begin(host, base, "rolled-back")
+    assert wait_for_version(run, 1)
+    run.signal(signal.SIGSTOP)
+    copy = run.folder.path / "copy"
+    copy.mkdir()
+    for path in run.folder.path.glob("ledger.db*"):
+        shutil.copy(path, copy)
+    run.signal(signal.SIGCONT)
+    assert wait_for_version(run, 4)
+    run.signal(signal.SIGKILL)
+    run.wait()
+    for path in run.folder.path.glob("ledger.db*"):
+        path.rename(run.folder.path / f"true-{path.name}")
+    for path in copy.iterdir():
+        shutil.copy(path, run.folder.path)
+    outcome = resume(host, run).wait()
+    assert outcome["code"] == 1
+    assert "put back a copy" in outcome["error"]
+    for path in run.folder.path.glob("ledger.db*"):
+        path.unlink()
+    for path in run.folder.path.glob("true-*"):
+        path.rename(run.folder.path / path.name.removeprefix("true-"))
+    finish(resume(host, run))
+
+
+def test_clock_jumps_are_survived(host: Host, base: Path) -> None:
+    run = begin(host, base, "clock", jumps=[[0.5, -3600.0], [1.5, 7200.0]])
+    finish(run)
+    assert [line["at"] for line in lines(run.folder.events)] == sorted(line["at"] for line in lines(run.folder.events))
+
+
+# -- the same results ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole(host: Host, base: Path) -> RunFolder:
+    """A synchronous run that nothing has happened to. One thread: with more, sums come out in another order."""
+    run = begin(host, base, "whole", {"control": {"mode": "sync"}})
+    finish(run)
+    return run.folder
+
+
+def same_weights(ours: RunFolder, theirs: RunFolder) -> bool:
+    a, b = final_weights(ours), final_weights(theirs)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def batches(folder: RunFolder) -> dict[int, list[str]]:
+    """Prompts of each step, in order of admission."""
+    connection = sqlite3.connect(folder.ledger)
+    found: dict[int, list[str]] = {}
+    for step, prompt in connection.execute("SELECT step, prompt FROM groups ORDER BY id"):
+        found.setdefault(step, []).append(prompt)
+    connection.close()
+    return found
+
+
+def test_weights_after_kill_and_resume_are_the_same(host: Host, base: Path, whole: RunFolder) -> None:
+    run = begin(host, base, "sync-killed", {"control": {"mode": "sync"}})
+    dice = random.Random(11)
+    for place in ("trainer", "i0", None):
+        assert strike(run, place, dice, most=15)
+    run.wait()
+    run = resume(host, run)
+    finish(run)
+    assert batches(run.folder) == batches(whole)
+    assert same_weights(run.folder, whole)
+
+
+def test_no_staleness_is_synchronous_training(host: Host, base: Path, whole: RunFolder) -> None:
+    run = begin(host, base, "dora-0", {"control": {"mode": "dora", "max_staleness": 0}})
+    finish(run)
+    assert batches(run.folder) == batches(whole)
+    assert same_weights(run.folder, whole)
+
+
+def test_the_same_prompts_are_trained_after_a_crash(host: Host, base: Path) -> None:
+    folders = []
+    for name in ("prompts-whole", "prompts-killed"):
+        run = begin(host, base, name)
+        if name == "prompts-killed":
+            assert strike(run, None, random.Random(2))
+            run.wait()
+            run = resume(host, run)
+        finish(run)
+        folders.append(run.folder)
+    assert all(len(batch) == 2 for folder in folders for batch in batches(folder).values())
+    ours, theirs = (Counter(prompt for batch in batches(folder).values() for prompt in batch) for folder in folders)
+    assert ours == theirs
+
+
+def test_a_step_is_applied_once_for_each_life_of_the_trainer(host: Host, base: Path) -> None:
+    run = begin(host, base, "applied", {"checkpoint": {"every": 2}})
+    dice = random.Random(4)
+    strike(run, "trainer", dice)
+    strike(run, "trainer", dice)
+    finish(run)
+    connection = connect(run.folder.ledger)
+    applied = Counter(
+        (command.step, command.attempt)
+        for logged in read_events(connection)
+        for command in logged.commands
+        if isinstance(command, c.Apply)
+    )
+    connection.close()
+    assert set(applied.values()) == {1}

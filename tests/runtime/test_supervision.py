@@ -1,0 +1,130 @@
+"""What is said and done when something fails for good, or nothing moves."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from dora_rl.core.config import build
+from dora_rl.runtime.config import RunConfig
+from dora_rl.runtime.folder import RunFolder
+from dora_rl.runtime.nursery import Nursery
+from dora_rl.runtime.processes import Process, Processes
+from tests.runtime.checks import broken, leftovers, wait_for_events
+from tests.runtime.host import Host, Supervisor
+from tests.runtime.making import make_run, merged, settings
+
+
+class NoNursery(Nursery):
+    """Forks nobody."""
+
+    def __init__(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def begin(host: Host, base: Path, name: str, other: dict[str, Any]) -> Supervisor:
+    return host.start(make_run(base, name, merged(settings(base, steps=4), other)))
+
+
+def test_watchdog_says_who_waits_for_what(host: Host, base: Path) -> None:
+    (base / "hung").unlink(missing_ok=True)
+    reward = {"functions": ["task.py:hangs_once"], "timeout_seconds": 3.0}
+    run = begin(host, base, "stall", {"reward": reward, "control": {"deadlines": {"stall": 0.5}}})
+    outcome = run.wait()
+    assert broken(run, outcome, 4) == []
+    stalled = [notice for notice in outcome["notices"] if notice.startswith("nothing moves: ")]
+    assert stalled
+    assert "waits for" in stalled[0]
+
+
+def test_run_goes_on_smaller_and_says_so(host: Host, base: Path) -> None:
+    run = begin(host, base, "smaller", {"supervision": {"restarts": 0}, "control": {"steps": 6}})
+    assert wait_for_events(run, 12)
+    assert run.signal(signal.SIGKILL, "i1")
+    outcome = run.wait()
+    assert broken(run, outcome, 6) == []
+    assert any("i1" in notice and "given up" in notice for notice in outcome["notices"])
+    assert any("goes on with 1 instance" in notice for notice in outcome["notices"])
+
+
+@pytest.mark.parametrize("place", ["i0", "trainer"])
+def test_nobody_left_ends_the_run_with_what_to_do(host: Host, base: Path, place: str) -> None:
+    other = {"supervision": {"restarts": 0}, "rollout": {"instances": 1}, "control": {"steps": 8}}
+    run = begin(host, base, f"nobody-{place}", other)
+    assert wait_for_events(run, 12)
+    assert run.signal(signal.SIGKILL, place)
+    outcome = run.wait()
+    assert outcome["code"] == 1
+    assert f"{place}.log" in outcome["error"]
+    assert "resume the run" in outcome["error"]
+    assert leftovers(run, outcome) == []
+    again = host.start(run.folder)
+    assert broken(again, again.wait(), 8) == []
+
+
+def test_trainer_that_fails_again_and_again_names_the_cause(host: Host, base: Path) -> None:
+    other = {
+        "reward": {"functions": ["task.py:huge"]},
+        "trainer": {"algorithm": {"name": "rloo"}},
+        "supervision": {"restarts": 2},
+    }
+    run = begin(host, base, "not-finite", other)
+    outcome = run.wait()
+    assert outcome["code"] == 1
+    assert "NonFiniteError" in outcome["error"]
+    assert "trajectories at fault" in outcome["error"]
+
+
+def test_reward_that_always_kills_its_process_ends_the_run(host: Host, base: Path) -> None:
+    run = begin(host, base, "killer-always", {"reward": {"functions": ["task.py:kills_always"]}})
+    outcome = run.wait()
+    assert outcome["code"] == 1
+    assert "no judge is left" in outcome["error"]
+
+
+def test_same_cause_counts_however_long_a_process_lives(tmp_path: Path) -> None:
+    tree = merged(settings(tmp_path), {"supervision": {"restarts": 2}})
+    folder = RunFolder(tmp_path)
+    processes = Processes(folder, build(RunConfig, tree), NoNursery(), 0, {})
+
+    def lives(cause: str) -> list[bool]:
+        process = Process("trainer", "trainer", 1)
+        again = []
+        for _ in range(5):
+            process.said = cause
+            again.append(processes.bury(process, cause or "its process ended"))  # born long ago
+        return again
+
+    assert lives("NonFiniteError: step 3") == [True, True, False, False, False]
+    assert lives("") == [True] * 5
+    processes.stop(patience=0.0)
+
+
+def test_command_line(host: Host, base: Path, tmp_path: Path) -> None:
+    """The real command: interrupted, resumed, audited."""
+    tree = merged(settings(base, steps=6), {"out": str(tmp_path)})
+    config = base / "cli.toml"
+    config.write_text(tomli_w.dumps(tree))
+
+    def command(*arguments: str | Path) -> list[str]:
+        return [sys.executable, "-m", "dora_rl.apps.cli", *map(str, arguments)]
+
+    started = subprocess.Popen(command("train", config, "--name", "cli"), stdout=subprocess.PIPE, text=True)
+    run = Supervisor(started.pid, RunFolder(tmp_path / "cli"))
+    assert wait_for_events(run, 15)
+    started.send_signal(signal.SIGINT)
+    said, _ = started.communicate(timeout=200)
+    assert started.returncode == 130
+    assert "--resume" in said
+    resumed = host.start(run.folder)
+    assert broken(resumed, resumed.wait(), 6) == []
+    audited = subprocess.run(command("audit", run.folder.path), capture_output=True, text=True, timeout=200)
+    assert audited.returncode == 0
+    assert "kept: all promises" in audited.stdout
