@@ -4,7 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help setup format test lint types check soak chaos fuzz soak-run bench-control bench-engine bench-trainer paper-table clean
+.PHONY: help setup format test lint types check soak chaos fuzz soak-run quickstart warm-start clean \
+	bench-control bench-engine bench-trainer bench-run bench-learning paper-table
 .DEFAULT_GOAL := help
 
 help:            ## list the targets
@@ -22,8 +23,8 @@ test: setup      ## run all tests
 	$(BIN)/python -m pytest -n auto
 
 lint: setup      ## check format and lint
-	$(BIN)/ruff format --check src tests benchmarks
-	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/ruff check src tests benchmarks examples
 
 types: setup     ## type-check in strict mode
 	$(BIN)/mypy
@@ -64,9 +65,12 @@ paper-table: setup    ## calibrate on the synchronous rows, then predict the oth
 bench-trainer: setup  ## the update of a step against TRL's on one batch, and the time from published to served
 	$(BIN)/python -m benchmarks.trainer
 
+warm-start: setup     ## make the quickstart's warm start again, into examples/quickstart/warm
+	$(BIN)/python examples/quickstart/warm_start.py
+
 clean:           ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis
 
 format: setup    ## rewrite the sources in the one format
-	$(BIN)/ruff format src tests benchmarks
-	$(BIN)/ruff check --fix src tests benchmarks
+	$(BIN)/ruff format src tests benchmarks examples
+	$(BIN)/ruff check --fix src tests benchmarks examples

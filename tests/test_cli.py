@@ -23,13 +23,13 @@ MODE_FIELDS = {
 }
 
 
-def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str | Path, columns: int = 160) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "dora_rl.apps.cli", *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=120,
-        env={"COLUMNS": "160", "PATH": ""},
+        env={"COLUMNS": str(columns), "PATH": ""},
     )
 
 
@@ -45,6 +45,21 @@ def test_sim_prints_a_table_and_writes_json_and_html(tmp_path: Path) -> None:
     html = page.read_text()
     assert not re.search(r"(src|href)\s*=|url\(|https?://", html), "the page must not need the network"
     assert "stragglers" in html
+
+
+def test_the_tables_are_whole_at_80_columns(tmp_path: Path) -> None:
+    """Nothing is cut: neither headings nor the histogram of staleness."""
+    sizes = ("--set", "steps=6", "--set", "warmup_steps=3")
+    done = run("sim", "laptop", "--modes", "sync,dora:proportional+k8", *sizes, columns=80)
+    assert done.returncode == 0, done.stderr
+    assert "\u2026" not in done.stdout
+    assert all(heading in done.stdout for heading in ("occupancy", "moved/step", "staleness", "trainer"))
+    shares = [int(share) for share in re.findall(r"\b\d:(\d+)%", done.stdout)]
+    assert sum(shares) >= 195  # two modes, each share rounded
+    cluster, trace = tmp_path / "cluster.toml", tmp_path / "trace.jsonl"
+    cluster.write_text(CLUSTER)
+    trace.write_text('{"response_tokens": 100}\n')
+    assert "\u2026" not in run("plan", cluster, trace, "--most", "2", columns=80).stdout
 
 
 @pytest.mark.parametrize(
@@ -111,6 +126,7 @@ def test_plan_ranks_and_names_what_binds(tmp_path: Path) -> None:
     assert "what binds is" in done.stdout
     ranking = json.loads((tmp_path / "plan.json").read_text())
     assert ranking == sorted(ranking, key=lambda row: (row["step_seconds"], row["max_staleness"]))
+    assert all(row["slots_per_instance"] in (1, 2) for row in ranking)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from dora_rl.core import commands as c
 from dora_rl.core import events as e
 from dora_rl.core.errors import ConfigError, IntegrityError, UserError
 from dora_rl.core.nouns import SECOND, DecodeCost, InstanceSpec, Prompt, SlotId
-from dora_rl.sim.chaos import fingerprint
+from dora_rl.sim.fakes import fingerprint
 from tests.schedules import run_schedule
 
 CONFIG = ControlConfig(groups_per_step=2, group_size=2, max_response_tokens=64, max_staleness=1)
@@ -198,6 +198,46 @@ def test_a_version_that_lost_its_only_slot_takes_over_one_of_the_newest() -> Non
     assert slots["b"].leaving
     tell(e.Tick())
     assert not any(isinstance(command, c.StartGroup) for command in commands)
+
+
+def test_requests_on_a_paused_instance_go_on_although_no_other_slot_has_their_version() -> None:
+    """Its devices train: another slot is given the version of what it holds, and takes it over."""
+    config = ControlConfig(groups_per_step=1, group_size=1, max_response_tokens=64, max_staleness=3)
+    orchestrator = Orchestrator(config)
+    names = ("shared", "b", "c")
+    specs = [InstanceSpec(instance=it, max_requests=1, kv_tokens=10_000, shares_trainer=it == "shared") for it in names]
+    commands: list[c.Command] = []
+
+    def tell(*events: e.Event) -> None:
+        for event in events:
+            commands.extend(orchestrator.step(event, 0))
+
+    def end(trajectory: int, instance: str) -> None:
+        tell(replace(generated(trajectory), instance=instance))
+
+    def load(version: int, *instances: str) -> None:
+        for it in instances:
+            tell(e.SlotLoaded(slot=SlotId(it, 0), version=version, fingerprint=fingerprint(version)))
+
+    tell(*[e.InstanceJoined(spec=spec) for spec in specs])
+    tell(e.PromptsArrived(prompts=tuple(Prompt(key=str(number), tokens=8) for number in range(8))))
+    tell(e.TrainerReady(version=0), e.Published(version=0, attempt=1, fingerprint=fingerprint(0)))
+    load(0, *names)
+    began = {it.slot.instance: it.group for it in commands if isinstance(it, c.StartGroup)}
+    assert set(began) == set(names)
+    end(began["b"], "b")  # the next group begins there
+    tell(e.Scored(trajectory=began["b"], reward=1.0))
+    tell(e.Trained(step=0, attempt=1), e.Published(version=1, attempt=1, fingerprint=fingerprint(1)))
+    end(began["c"], "c")
+    end(3, "b")
+    tell(e.Scored(trajectory=3, reward=1.0))  # which pauses the shared instance; only it serves version 0 now
+    commands.clear()
+    load(1, "b")
+    loads = [it.slot.instance for it in commands if isinstance(it, c.LoadVersion) and it.version == 0]
+    assert loads == ["b"]
+    load(0, "b")
+    moves = [it for it in commands if isinstance(it, c.Move)]
+    assert [(it.source.instance, it.target.instance) for it in moves] == [("shared", "b")]
 
 
 def test_the_same_events_give_the_same_commands() -> None:

@@ -11,7 +11,7 @@ from dora_rl.control.orchestrator import Orchestrator
 from dora_rl.sim.bound import lower_bound
 from dora_rl.sim.config import Workload
 from dora_rl.sim.costs import Costs
-from dora_rl.sim.plan import plan
+from dora_rl.sim.plan import candidates, plan
 from dora_rl.sim.presets import PRESETS, preset
 from dora_rl.sim.run import MODES, control_for, parse_variant, simulate
 from dora_rl.sim.witness import Witness
@@ -153,6 +153,13 @@ def test_plan_leaves_out_only_what_cannot_win(tmp_path: Path) -> None:
     best = ranking[0]
     assert best.step_seconds == min(planned.step_seconds for planned in ranking)
     assert best.candidate.bound.seconds <= best.step_seconds * 1.02
+
+
+def test_plan_considers_slots_and_leaves_out_what_does_not_fit() -> None:
+    assert {candidate.slots for candidate in candidates(preset("laptop"))} == {1, 2}
+    # Two sets of a 32B model's weights leave two devices of 60 GB no room for KV, but four have it.
+    small = candidates(preset("paper-64", ["hardware.memory_bytes=60e9"]))
+    assert {(it.config.rollout.devices, it.slots) for it in small} == {(2, 1), (4, 1), (4, 2)}
 
 
 def test_elastic_roles_use_the_trainers_devices() -> None:

@@ -115,7 +115,7 @@ def test_a_damaged_frame_costs_only_its_request(place: str) -> None:
     lost = tiny.requests(COUNT, max_tokens=24)[here[1]]
     told = listener.said[here[1]].tokens
     computed = len(lost.prompt) + len(told) - 1
-    target.submit(msgspec.structs.replace(lost, response=told))
+    target.submit(msgspec.structs.replace(lost, response=told, attempt=1))
     listener.run(target)
     assert listener.said == unmoved()
     assert target.stats.reprefilled == computed

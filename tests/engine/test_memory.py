@@ -46,6 +46,20 @@ def test_late_siblings_share_too() -> None:
     assert engine.stats.prefilled == len(PROMPT)
 
 
+def test_requests_that_come_at_a_block_boundary_cost_nobody_a_block() -> None:
+    """Others may arrive in any step, also in one where a running request begins a new block."""
+    engine = tiny.engine(tiny.model("llama"), max_requests=16, max_context=64)
+    listener = Listener()
+    engine.submit(Request(trajectory=99, version=0, prompt=PROMPT, sampling=Sampling(max_tokens=60)))
+    for number in range(12):
+        engine.submit(group(1, first=number)[0])
+        for _ in range(2):
+            listener.hear(engine.step())
+            engine.check()
+    listener.run(engine)
+    assert len(listener.finished) == 13
+
+
 def test_nothing_survives_a_change_of_weights() -> None:
     made, other = tiny.model("llama"), tiny.model("llama", seed=1)
     weights = MemoryWeights({0: made.state_dict(), 1: other.state_dict()})
@@ -117,3 +131,15 @@ def test_the_pool_tells_misuse() -> None:
         pool.release([block])
     with pytest.raises(AssertionError, match="can't be shared"):
         pool.share([block])
+
+
+def test_a_request_that_others_join_takes_no_more_blocks_than_its_tokens() -> None:
+    """Arrivals at every step, also where a block begins, and a response that fills the context."""
+    engine = tiny.engine(tiny.model("llama"), max_context=48, stream_every=16)
+    listener = Listener()
+    for arrival in range(40):
+        sampling = Sampling(max_tokens=48 if arrival == 0 else 1)
+        engine.submit(Request(trajectory=arrival, version=0, prompt=(3 + arrival, 4), sampling=sampling))
+        listener.hear(engine.step())
+    listener.run(engine)
+    assert listener.finished[0].tokens == 46

@@ -8,7 +8,11 @@ import typer
 from rich.console import Console
 
 from dora_rl.apps.audit import audit
+from dora_rl.apps.evaluate import evaluate
 from dora_rl.apps.generate import generate
+from dora_rl.apps.init import init
+from dora_rl.apps.report import report
+from dora_rl.apps.runs import runs
 from dora_rl.apps.sft import sft
 from dora_rl.apps.simulate import plan_command, sim
 from dora_rl.apps.train import train
@@ -42,6 +46,10 @@ app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options"
 app.command()(audit)
 app.command()(sft)
 app.command()(generate)
+app.command()(report)
+app.command()(runs)
+app.command("eval")(evaluate)
+app.command()(init)
 
 
 def main() -> None:

@@ -58,6 +58,7 @@ def sim(
                 timeline=html_file is not None,
             )
     console.print(_table(preset_name, config, results))
+    console.print(_versions(results))
     console.print(_causes(results))
     if json_file is not None:
         json_file.write_text(json.dumps(figures(preset_name, config, results), indent=2) + "\n", encoding="utf-8")
@@ -122,10 +123,8 @@ def _table(name: str, config: SimConfig, results: dict[str, Result]) -> Table:
         title=title,
         caption="x sync: trained tokens/s over those of sync; x bound: step time over the least possible",
     )
-    for column in ("mode", "step", "tokens/s", "x sync", "x bound", "occupancy", "live", "moved/step", "staleness"):
-        table.add_column(
-            column, justify="left" if column in ("mode", "staleness") else "right", no_wrap=column == "mode"
-        )
+    for column in ("mode", "step", "tokens/s", "x sync", "x bound", "occupancy"):
+        table.add_column(column, justify="left" if column == "mode" else "right", no_wrap=True)
     sync = results.get("sync")
     for mode, result in results.items():
         speedup = _speedup(result, sync)
@@ -136,9 +135,23 @@ def _table(name: str, config: SimConfig, results: dict[str, Result]) -> Table:
             "" if speedup is None else f"{speedup:.2f}",
             f"{result.over_lower_bound:.2f}",
             f"{result.occupancy:.0%}",
+        )
+    return table
+
+
+def _versions(results: dict[str, Result]) -> Table:
+    """A table of its own, so that both fit a terminal of 80 columns; long histograms wrap."""
+    table = Table(title="Versions", caption="staleness: share of the groups trained so many steps after their version")
+    table.add_column("mode", no_wrap=True)
+    table.add_column("live", justify="right", no_wrap=True)
+    table.add_column("moved/step", justify="right", no_wrap=True)
+    table.add_column("staleness")
+    for mode, result in results.items():
+        table.add_row(
+            mode,
             f"{result.live_versions:.1f}",
             f"{result.migrations:,.0f}",
-            " ".join(f"{lag}:{share:.0%}" for lag, share in result.staleness.items() if share >= 0.005),
+            "  ".join(f"{lag}:{share:.0%}" for lag, share in result.staleness.items() if share >= 0.005),
         )
     return table
 
@@ -186,7 +199,7 @@ def plan_command(
     most: Annotated[int, typer.Option(min=1, help="Simulate at most so many candidates.")] = 24,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the ranking to this file.")] = None,
 ) -> None:
-    """Find the best K, instance size and split between training and rollout for a cluster and a trace."""
+    """Find the best K, instance size, slots and split between training and rollout for a cluster and a trace."""
     tree = override(read_toml(cluster), settings or [])
     tree.setdefault("workload", {})["trace"] = str(trace)
     config = build(SimConfig, tree, source=str(cluster))
@@ -200,7 +213,8 @@ def plan_command(
     best = ranking[0]
     console.print(
         f"Best: max_staleness = {best.candidate.staleness}, {best.candidate.trainer_devices} devices train, "
-        f"{best.candidate.instances} instances of {best.candidate.config.rollout.devices} generate; "
+        f"{best.candidate.instances} instances of {best.candidate.config.rollout.devices} with "
+        f"{_slots(best.candidate.slots)} generate; "
         f"what binds is {best.binds}.",
         highlight=False,
     )
@@ -208,30 +222,25 @@ def plan_command(
         json_file.write_text(json.dumps([_planned(it) for it in ranking], indent=2) + "\n", encoding="utf-8")
 
 
+def _slots(count: int) -> str:
+    return f"{count} slot" if count == 1 else f"{count} slots each"
+
+
 def _ranking(ranking: list[Planned], skipped: int) -> Table:
     table = Table(
         title="Plans, best first",
-        caption=f"{skipped} further candidates can't win or lie beyond --most, and were not simulated",
+        caption="train: devices; generate: instances x devices, slots of each; lag: mean staleness\n"
+        f"{skipped} further candidates can't win or lie beyond --most, and were not simulated",
     )
-    for column in (
-        "K",
-        "trainer devices",
-        "instances",
-        "devices each",
-        "step",
-        "tokens/s",
-        "mean staleness",
-        "x bound",
-        "binds",
-    ):
-        table.add_column(column, justify="left" if column == "binds" else "right")
+    for column in ("K", "train", "generate", "step", "tokens/s", "lag", "x bound"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("binds", overflow="fold")
     for planned in ranking:
         candidate, result = planned.candidate, planned.result
         table.add_row(
             str(candidate.staleness),
             str(candidate.trainer_devices),
-            str(candidate.instances),
-            str(candidate.config.rollout.devices),
+            f"{candidate.instances} x {candidate.config.rollout.devices}, {candidate.slots}",
             _duration(result.step_seconds),
             f"{result.tokens_per_second:,.0f}",
             f"{planned.mean_staleness:.2f}",
@@ -248,6 +257,7 @@ def _planned(planned: Planned) -> dict[str, Any]:
         "trainer_devices": candidate.trainer_devices,
         "instances": candidate.instances,
         "devices_per_instance": candidate.config.rollout.devices,
+        "slots_per_instance": candidate.slots,
         "step_seconds": result.step_seconds,
         "tokens_per_second": result.tokens_per_second,
         "mean_staleness": planned.mean_staleness,

@@ -1,51 +1,56 @@
-"""One self-contained HTML page: who did what when, coloured by version, with the cause of every idle stretch.
+"""Timelines for pages: who did what when, coloured by version, with the cause of every idle stretch.
 
-The page needs nothing from the network. Activities are sampled to about the width of a screen, so that the page of a
-large cluster stays small; the tables hold the exact sums.
+Activities are sampled to a few screens' width, so that the page of a large cluster or of a long run stays small; the
+tables hold the exact sums.
 """
 
 from __future__ import annotations
 
-import json
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from dora_rl.core.accounting import Activity, Segment
-from dora_rl.core.labels import Label
+from dora_rl.apps.page import write_page
+from dora_rl.core.accounting import Activity, Segment, Timeline
 from dora_rl.core.nouns import SECOND, Nanoseconds
-from dora_rl.sim.run import Result, Timeline
+from dora_rl.sim.run import Result
 
 _COLUMNS = 1200
+"""At least so many: the width of a screen."""
+_MOST_COLUMNS = 12_000
+_MOST_CELLS = 300_000
+"""Over all rows: a few megabytes at worst."""
+_FINEST = SECOND // 50
 _MOST_ROWS = 64
 _MOST_MOVES = 2000
 
 
 def write_timeline(path: Path, title: str, figures: dict[str, Any], results: dict[str, Result]) -> None:
     """Write the page for a set of simulated modes."""
-    pages = {mode: _mode(result.timeline) for mode, result in results.items() if result.timeline is not None}
-    data = json.dumps({"title": title, "figures": figures, "timelines": pages}, separators=(",", ":"))
-    template = resources.files("dora_rl.apps").joinpath("timeline.html").read_text(encoding="utf-8")
-    # `</` would end the script element early.
-    path.write_text(template.replace("/*DATA*/null", data.replace("</", "<\\/")), encoding="utf-8")
+    lines = {mode: drawn(result.timeline) for mode, result in results.items() if result.timeline is not None}
+    write_page(path, "simulation.html", {"title": title, "figures": figures, "timelines": lines})
 
 
-def _mode(timeline: Timeline) -> dict[str, Any]:
+def drawn(timeline: Timeline) -> dict[str, Any]:
+    """What `timeline.js` draws."""
     slots = list(timeline.slots)
     chosen = slots if len(slots) <= _MOST_ROWS else slots[:: -(-len(slots) // _MOST_ROWS)]
     rows = {slot: number for number, slot in enumerate(chosen)}
+    columns = _columns(timeline.end - timeline.start, len(rows) + 1)
     moves = [
         [_seconds(when - timeline.start), rows[source], rows[target], count]
         for when, source, target, count in timeline.moves
         if when >= timeline.start and source in rows and target in rows
     ]
     return {
+        "begin": _seconds(timeline.start),
         "seconds": _seconds(timeline.end - timeline.start),
+        "columns": columns,
         "rows": [
-            {"name": str(slot), "runs": _sample(timeline.slots[slot], timeline.start, timeline.end)} for slot in chosen
+            {"name": str(slot), "runs": _sample(timeline.slots[slot], timeline.start, timeline.end, columns)}
+            for slot in chosen
         ],
         "all_rows": len(slots),
-        "trainer": _sample(timeline.trainer, timeline.start, timeline.end),
+        "trainer": _sample(timeline.trainer, timeline.start, timeline.end, columns),
         "published": [
             [version, _seconds(when - timeline.start)]
             for version, when in timeline.published.items()
@@ -56,18 +61,22 @@ def _mode(timeline: Timeline) -> dict[str, Any]:
 
 
 def _seconds(time: Nanoseconds) -> float:
-    return round(time / SECOND, 2)
+    return round(time / SECOND, 3)
 
 
-def _sample(segments: list[Segment], start: Nanoseconds, end: Nanoseconds) -> list[list[Any]]:
-    """Runs of [columns, label, version, cause]: in each column, what took most of it."""
-    width = (end - start) / _COLUMNS
-    weights: list[dict[Activity, float]] = [{} for _ in range(_COLUMNS)]
+def _columns(length: Nanoseconds, rows: int) -> int:
+    return max(_COLUMNS, min(_MOST_COLUMNS, _MOST_CELLS // rows, length // _FINEST))
+
+
+def _sample(segments: list[Segment], start: Nanoseconds, end: Nanoseconds, columns: int) -> list[list[Any]]:
+    """Runs of [columns, label, version, cause]: in each column, what took most of it; no label where nobody was."""
+    width = max(1, end - start) / columns
+    weights: list[dict[Activity, float]] = [{} for _ in range(columns)]
     for segment in segments:
         if segment.end <= start or segment.start >= end:
             continue
         first = max(0, int((segment.start - start) / width))
-        last = min(_COLUMNS - 1, int((segment.end - start) / width))
+        last = min(columns - 1, int((segment.end - start) / width))
         for column in range(first, last + 1):
             left = start + column * width
             covered = min(segment.end, left + width) - max(segment.start, left)
@@ -75,10 +84,13 @@ def _sample(segments: list[Segment], start: Nanoseconds, end: Nanoseconds) -> li
                 weights[column][segment.activity] = weights[column].get(segment.activity, 0.0) + covered
     runs: list[list[Any]] = []
     for weight in weights:
-        activity = max(weight, key=lambda it: weight[it]) if weight else Activity(Label.IDLE)
-        cause = "" if activity.cause is None else str(activity.cause)
-        if runs and runs[-1][1:] == [activity.label.value, activity.version, cause]:
+        cell = _cell(max(weight, key=lambda it: weight[it])) if weight else ["", None, ""]
+        if runs and runs[-1][1:] == cell:
             runs[-1][0] += 1
         else:
-            runs.append([1, activity.label.value, activity.version, cause])
+            runs.append([1, *cell])
     return runs
+
+
+def _cell(activity: Activity) -> list[Any]:
+    return [activity.label.value, activity.version, "" if activity.cause is None else str(activity.cause)]

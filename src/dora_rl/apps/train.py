@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
+from dora_rl.apps.figures import rows
+from dora_rl.apps.report import write_report
+from dora_rl.apps.summary import summarise
 from dora_rl.core.config import build, override, read_toml
 from dora_rl.core.errors import UserError
 
@@ -101,7 +108,11 @@ def read_config(path: Path, settings: list[str]) -> RunConfig:
     """The config of a file with dotted settings on top."""
     from dora_rl.runtime.config import RunConfig
 
-    return build(RunConfig, override(read_toml(path), settings), str(path))
+    config = build(RunConfig, override(read_toml(path), settings), str(path))
+    beside = path.resolve().parent / config.model.path
+    if not beside.exists():
+        return config  # a name on the hub, or a path that loading will complain of
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(beside)})})
 
 
 def print_config(config: RunConfig) -> None:
@@ -111,26 +122,48 @@ def print_config(config: RunConfig) -> None:
     sys.stdout.write(tomli_w.dumps(config.model_dump(mode="json", exclude_none=True)))
 
 
-def go_on(folder: RunFolder, bound: int | None = None) -> None:
+def go_on(folder: RunFolder, console: Console | None = None, *, bound: int | None = None) -> None:
     """Carry a run to its end, or to an interrupt."""
+    from dora_rl.apps.live import Watch
     from dora_rl.runtime.run import Run
 
-    console = Console()
-    console.print(f"run {folder.path}", highlight=False)
-    run = Run(folder, bound=bound, notice=lambda text: console.print(text, highlight=False, markup=False))
+    console = console or Console()
+    say = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    say(f"run {folder.path}")
+    run = Run(folder, notice=say, bound=bound)
 
     def interrupt(*_: object) -> None:
         if run.world.stopping:
+            console.show_cursor()  # the live view hides it
             os._exit(INTERRUPTED)  # the processes end with their supervisor
         run.world.stopping = True
-        console.print("stopping; everything finished is kept. Once more to stop at once.", highlight=False)
+        # By another thread: the interrupt may have come in the middle of a line, which would be printed twice.
+        text = "stopping; everything finished is kept. Once more to stop at once."
+        threading.Thread(target=say, args=(text,)).start()
 
-    before = signal.signal(signal.SIGINT, interrupt)
-    signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        run.go()
+        with Watch(run, console) as watch:
+            run.go(watch)
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     if run.world.stopping and not run.orchestrator.finished:
-        console.print(f"go on with: dora-rl train --resume {folder.path}", highlight=False)
+        say(f"go on with: dora-rl train --resume {folder.path}")
         sys.exit(INTERRUPTED)
+    conclude(folder, console)
+
+
+def conclude(folder: RunFolder, console: Console) -> None:
+    """What happened in the whole run, and where to find it."""
+    summary = summarise(folder)
+    write_report(folder, summary)
+    table = Table(title=f"run {summary.name}", show_header=False, title_justify="left")
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for row in rows(summary):
+        table.add_row(*map(escape, row))
+    console.print(table, highlight=False)
+    for name, path in (("policy", summary.policy), ("report", folder.report)):
+        if path is not None:
+            console.print(f"{name}: {path}", highlight=False, markup=False, soft_wrap=True)

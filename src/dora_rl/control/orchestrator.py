@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from dora_rl.control.admission import Admission
 from dora_rl.control.config import MOST_STALENESS, ControlConfig
 from dora_rl.control.context import Context
 from dora_rl.control.explain import Explainer
@@ -43,6 +44,7 @@ class Orchestrator:
         self._context = Context(config, make_mode(config))
         self._training = Training(self._context)
         self._rollout = Rollout(self._context, self._training)
+        self._admission = Admission(self._context, self._rollout)
         self._partition = Partition(self._context, self._rollout, self._training)
         self._explainer = Explainer(self._context, self._training)
         self._rebalance = False
@@ -160,7 +162,8 @@ class Orchestrator:
         rollout, partition = self._rollout, self._partition
         if self._training.collect():
             self._pause(paused=True)
-        partition.notice_rollout_version()
+        if partition.notice_rollout_version():
+            self._admission.forget_room()
         # What is done for one slot can touch others, so look until all is at rest; explain at the end what was seen.
         seen: dict[SlotId, Slot] = {}
         while True:
@@ -176,7 +179,7 @@ class Orchestrator:
                 partition.rebalance()
             if not rollout.touched:
                 break
-        rollout.admit()
+        self._admission.admit()
         partition.retire()
         seen |= rollout.touched
         rollout.touched = {}
@@ -184,8 +187,8 @@ class Orchestrator:
 
     def _look_at(self, slot: Slot) -> None:
         """The slot's load has changed: fill it if it is empty, offer its room, or see whether it can be spared."""
+        self._partition.take_in_stranded(slot)  # before it is filled: else it would go to another version
         self._partition.fill(slot)
-        self._partition.take_in_stranded(slot)
         self._offer_room(slot.instance)
         if slot.serving is not None and slot.version != self._context.rollout_version():
             self._partition.consolidate(slot.serving)
@@ -195,7 +198,7 @@ class Orchestrator:
         version = self._context.rollout_version()
         for slot in instance.slots:
             if slot.serving is not None and slot.version == version:
-                self._rollout.offer_room(slot)
+                self._admission.offer_room(slot)
 
     def _pause(self, *, paused: bool) -> None:
         """Instances on the trainer's devices stop while it computes."""
@@ -214,6 +217,7 @@ class Orchestrator:
                 self._partition.resumed(instance)
         if paused:
             self._partition.paused(changed)
+        self._rebalance = self._rebalance or bool(changed)
 
     # -- instances --------------------------------------------------------------------------------------------
 
@@ -285,7 +289,7 @@ class Orchestrator:
     # -- prompts and trainer ----------------------------------------------------------------------------------
 
     def _on_prompts(self, event: e.PromptsArrived) -> bool:
-        self._rollout.prompts_arrived()
+        self._admission.prompts_arrived()
         self._context.prompts.extend(event.prompts)
         self._context.prompts_ended = self._context.prompts_ended or event.last
         return bool(event.prompts)

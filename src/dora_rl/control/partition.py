@@ -8,6 +8,9 @@ their version (`migration`), and give each slot that became empty to the version
 2. a version with fewer slots than its target, oldest first;
 3. the rollout version.
 
+While instances pause (their devices train), plans divide the other slots, for all requests: those on paused instances
+go on there.
+
 Invariants:
 - a version that has requests keeps at least one slot, or gets the next one that can be had;
 - `leaving` slots take nothing new, so they become empty, if not by moves then because requests end;
@@ -133,7 +136,6 @@ class Partition:
         if version == self._rollout_version:
             return False
         self._rollout_version = version
-        self._rollout.forget_room()
         for slot in self._slots():
             self._rollout.touch(slot)
         return True
@@ -184,10 +186,10 @@ class Partition:
         requests = self._rollout.requests.get(version, 0)
         if not requests or requests > self._try_below.get(version, requests):
             return
-        slots = context.fleet.of(version)
+        slots = self._running(version)
         self._try_below[version] = requests - max(1, requests // 64, requests // (4 * max(1, len(slots))))
         if len(slots) > 1:
-            tokens = sum(slot.instance.kv_tokens for slot in slots.values())
+            tokens = sum(slot.instance.kv_tokens for slot in context.fleet.of(version).values())
             fewest = max(
                 1,
                 math.ceil(requests / self._max_requests),
@@ -205,7 +207,7 @@ class Partition:
         missing = 0
         self._donors.clear()
         for version in sorted(self._targets):
-            have = len(context.fleet.of(version))
+            have = self._have(version)
             if have > self._targets[version]:
                 self._empty(version, have - self._targets[version])
             elif have < self._targets[version]:
@@ -249,17 +251,25 @@ class Partition:
     def _slots(self) -> list[Slot]:
         return [slot for instance in self._context.fleet.instances.values() for slot in instance.slots]
 
+    def _running(self, version: Version) -> list[Slot]:
+        """The slots that serve or load a version and are not paused."""
+        return [slot for slot in self._context.fleet.of(version).values() if not slot.instance.paused]
+
+    def _have(self, version: Version) -> int:
+        """How many there are of them; at once where none can be paused, since each slot that is filled asks."""
+        fleet = self._context.fleet
+        return len(self._running(version)) if fleet.sharing else len(fleet.of(version))
+
     def _homeless(self) -> list[Version]:
         """Versions with waiting requests and no slot, oldest first."""
         rollout, fleet = self._rollout, self._context.fleet
         return [version for version in sorted(rollout.waiting) if not fleet.of(rollout.serving(version))]
 
     def _wanted(self, slot: Slot) -> Version | None:
-        fleet = self._context.fleet
         for version in self._homeless():
             return self._rollout.serving(version)
         for version, target in sorted(self._targets.items()):
-            short = self._rollout.requests.get(version, 0) and len(fleet.of(version)) < target
+            short = self._rollout.requests.get(version, 0) and self._have(version) < target
             if short and not slot.instance.offers(version):
                 return version
         rollout_version = self._rollout_version
@@ -310,8 +320,9 @@ class Partition:
             trajectory = stranded[-1]
             source = trajectory.slot
             if source is not None and source.instance.paused and trajectory.stage is Stage.RUNNING:
-                if not slot.instance.has_room(requests + 1, tokens + trajectory.context, share):
-                    break
+                fits = slot.instance.has_room(requests + 1, tokens + trajectory.context, share)
+                if not fits and (requests or slot.instance.active):
+                    break  # an instance with nothing on it takes any request
                 requests += 1
                 tokens += trajectory.context
                 moves.setdefault(source.id, []).append(trajectory)
@@ -343,7 +354,7 @@ class Partition:
         """Empty the `count` slots of a version that are least loaded, if moving pays; with `leave`, in any case."""
         if count <= 0:
             return
-        slots = sorted(self._context.fleet.of(version).values(), key=lambda slot: slot.instance.load)
+        slots = sorted(self._running(version), key=lambda slot: slot.instance.load)
         slots = [slot for slot in slots if slot.loading is None and not slot.leaving]
         count = min(count, len(slots) - 1)
         for number in range(count):
@@ -409,7 +420,7 @@ class Partition:
                     version=version,
                     requests=self._rollout.requests[version],
                     kv_tokens=tokens[version],
-                    slots=len(context.fleet.of(version)),
+                    slots=self._have(version),
                     longest=self._longest(version, oldest[version]),
                     seconds_left=self._seconds_left(version),
                 )
@@ -418,7 +429,7 @@ class Partition:
             ),
             newest_requests=self._rollout.requests.get(rollout_version, 0) + admissible,
             admissible=admissible,
-            slots=sum(len(instance.slots) for instance in context.fleet.instances.values()),
+            slots=sum(len(it.slots) for it in context.fleet.instances.values() if not it.paused),
             max_requests=self._max_requests,
             kv_tokens=max(1, int(self._kv_tokens * context.config.pack_limit)),
             decode=self._decode,

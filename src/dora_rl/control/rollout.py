@@ -1,21 +1,13 @@
-"""The rollout side: the life of requests on slots. Which slot serves which version is decided in `partition`.
+"""The rollout side: the life of requests on slots. Which slot serves which version is decided in `partition`, which
+groups begin where in `admission`.
 
 Invariants:
 - a request runs only on a slot that serves its version (in mode `partial`: that serves any version);
-- a request that loses its slot gets a new attempt and waits in `waiting` of its version, oldest version first;
-- room on an instance is given to waiting requests before new groups;
-- new groups go to the emptiest slot of the rollout version; while further slots are still loading that version, no
-  slot takes more than its even share;
-- once there are enough untrained groups (`pacing`), only instances with nothing to do get new ones.
-
-`_room` is a heap of (load, slot) over the slots of the rollout version. Its entries may be out of date: they are
-checked when popped, and a slot whose load falls is pushed again.
+- a request that loses its slot gets a new attempt and waits in `waiting` of its version, oldest version first.
 """
 
 from __future__ import annotations
 
-import heapq
-import math
 from collections import deque
 from collections.abc import Iterable
 
@@ -26,7 +18,7 @@ from dora_rl.control.migration import PlannedMove
 from dora_rl.control.predict import LengthPredictor
 from dora_rl.control.timers import Wait
 from dora_rl.control.training import Training
-from dora_rl.core.commands import Abort, FailTrajectory, FetchPrompts, GroupFailed, Move, Resume, Score, StartGroup
+from dora_rl.core.commands import Abort, FailTrajectory, GroupFailed, Move, Resume, Score, StartGroup
 from dora_rl.core.errors import IntegrityError
 from dora_rl.core.events import Generated, Moved, MoveFailed, Progress
 from dora_rl.core.nouns import SECOND, Attempt, InstanceId, Nanoseconds, SlotId, TrajectoryId, Version
@@ -48,9 +40,6 @@ class Rollout:
         """Requests on slots, by version."""
         self.move_seconds_per_token = 0.0
         """Smoothed, as seen."""
-        self._room: list[tuple[float, int, Slot]] = []
-        self._pushed = 0
-        self._fetching = False
         self._moves: dict[tuple[TrajectoryId, ...], tuple[Nanoseconds, int]] = {}
         """When each move began, and its tokens."""
 
@@ -235,51 +224,8 @@ class Rollout:
             return self._context.newest
         return version
 
-    # -- admission --------------------------------------------------------------------------------------------
-
-    def admit(self) -> None:
-        """Admit groups while the rules allow it and a slot of the rollout version has room."""
-        context = self._context
-        version = context.rollout_version()
-        self._fetch()
-        if version is None or not context.prompts:
-            return
-        allowance = context.allowance()
-        while allowance > 0 and context.prompts:
-            slot = self._roomiest(version, context.prompts[0].tokens, allowance)
-            if slot is None:
-                break
-            self._start(version, slot)
-            allowance -= 1
-        self._fetch()
-
-    def offer_room(self, slot: Slot) -> None:
-        """The slot may have room for new groups."""
-        self._pushed += 1
-        heapq.heappush(self._room, (slot.instance.load, self._pushed, slot))
-
-    def forget_room(self) -> None:
-        """The rollout version has changed: no slot has room for it yet."""
-        self._room.clear()
-
-    def prompts_arrived(self) -> None:
-        self._fetching = False
-
-    def touch(self, slot: Slot) -> None:
-        """The slot's load has changed."""
-        self.touched[slot.id] = slot
-
-    # -- inside -----------------------------------------------------------------------------------------------
-
-    def _fetch(self) -> None:
-        """Keep a step's worth of prompts at hand."""
-        context = self._context
-        want = context.config.groups_per_step
-        if not self._fetching and not context.prompts_ended and len(context.prompts) < want:
-            self._fetching = True
-            context.say(FetchPrompts(count=2 * want - len(context.prompts)))
-
-    def _start(self, version: Version, slot: Slot) -> None:
+    def start(self, version: Version, slot: Slot) -> None:
+        """Admit the next prompt under a version and begin its group on a slot."""
         context = self._context
         prompt = context.prompts.popleft()
         group = context.ledger.admit(prompt, version, version + context.mode.staleness, slot, context.now)
@@ -289,62 +235,12 @@ class Rollout:
         self.requests[version] = self.requests.get(version, 0) + context.config.group_size
         self.touch(slot)
         context.say(StartGroup(group=group.id, prompt=prompt, version=version, slot=slot.id))
-        self.offer_room(slot)
 
-    def _roomiest(self, version: Version, prompt_tokens: int, allowance: int) -> Slot | None:
-        context = self._context
-        size = context.config.group_size
-        share = 1.0 - context.config.kv_headroom
-        loading = context.fleet.loading.get(version, 0)
-        enough = context.mode.repartitions and context.ledger.live >= context.enough
-        even = math.inf
-        if loading:
-            requests = self.requests.get(version, 0) + allowance * size
-            even = max(size, math.ceil(requests / len(context.fleet.of(version))))
-        full: list[tuple[float, int, Slot]] = []
-        chosen: Slot | None = None
-        while self._room and chosen is None:
-            load, number, slot = self._room[0]
-            instance = slot.instance
-            if instance.lost or slot.version != version or not slot.open:
-                heapq.heappop(self._room)
-            elif load < instance.load:
-                heapq.heapreplace(self._room, (instance.load, number, slot))
-            elif (
-                instance.active and not instance.has_room(size, self._admission_tokens(instance, prompt_tokens), share)
-            ) or (instance.spec.shares_trainer and instance.active and not self._may_strand(instance, prompt_tokens)):
-                heapq.heappop(self._room)
-            elif enough and instance.active:
-                break  # and so have all others something to do
-            elif slot.requests and len(slot.requests) + size > even:
-                if instance.active:
-                    break  # the others are at least as full
-                full.append(heapq.heappop(self._room))
-            else:
-                heapq.heappop(self._room)
-                chosen = slot
-        for entry in full:
-            heapq.heappush(self._room, entry)
-        return chosen
+    def touch(self, slot: Slot) -> None:
+        """The slot's load has changed."""
+        self.touched[slot.id] = slot
 
-    def _may_strand(self, instance: Instance, prompt_tokens: int) -> bool:
-        """Sharing instances take only as much as the others can take over when the trainer's devices train again.
-
-        More would wait there and grow stale. What is left by then are the requests that are longer than the tokens
-        that fit into the trainer's usual wait.
-        """
-        fleet = self._context.fleet
-        if not fleet.dedicated_kv or not self.lengths.seen:
-            return True
-        step = instance.spec.decode.seconds(instance.active, instance.kv_tokens)
-        fitting = self._context.collect_seconds / step if step else 0.0
-        stranded = self.lengths.survival(fitting) * (fleet.sharing_requests + self._context.config.group_size)
-        return stranded <= fleet.dedicated_kv / (prompt_tokens + self.lengths.mean_context())
-
-    def _admission_tokens(self, instance: Instance, prompt_tokens: int) -> int:
-        """KV that a new group will soon need, with the near growth of what runs there already."""
-        size = self._context.config.group_size
-        return prompt_tokens + (instance.active + size) * self._context.config.kv_reserve_tokens
+    # -- inside -----------------------------------------------------------------------------------------------
 
     def _place_for(self, trajectory: TrajectoryState) -> Slot | None:
         share = 1.0 - self._context.config.kv_headroom

@@ -9,10 +9,11 @@ Invariants:
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from dora_rl.core.labels import Cause, Label
-from dora_rl.core.nouns import Nanoseconds, Version
+from dora_rl.core.nouns import Nanoseconds, SlotId, Version
 
 
 class Activity(NamedTuple):
@@ -29,6 +30,19 @@ class Segment(NamedTuple):
     start: Nanoseconds
     end: Nanoseconds
     activity: Activity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """What each slot and the trainer did, for drawing."""
+
+    slots: dict[SlotId, list[Segment]]
+    trainer: list[Segment]
+    moves: list[tuple[Nanoseconds, SlotId, SlotId, int]]
+    """When, from, to, how many requests."""
+    published: dict[Version, Nanoseconds]
+    start: Nanoseconds
+    end: Nanoseconds
 
 
 class TimeAccount:

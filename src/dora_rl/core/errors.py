@@ -70,6 +70,10 @@ class DataError(UserError):
     """A file of training data can't be used; the message names the file and line."""
 
 
+class SandboxError(UserError):
+    """Code can't be run as confined as it must be; the message says what is missing."""
+
+
 class CheckpointError(UserError):
     """A checkpoint can't be read or does not fit; the message says which and why."""
 

@@ -44,6 +44,8 @@ class MovedRequest(Record, frozen=True, kw_only=True):
     computed: int
     """Tokens whose KV comes along."""
     known: int
+    parked: bool = False
+    """It waits for its environment."""
     kv_shape: KvShape
     kv_digest: bool = False
     """The frame's digest covers the KV too."""

@@ -27,6 +27,7 @@ from dora_rl.core.events import (
     AnyEvent,
     Generated,
     KvPressure,
+    Parked,
     Progress,
     SlotLoaded,
     SlotLoadFailed,
@@ -155,7 +156,7 @@ class Engine:
         leaving = [self._sequence(trajectory) for trajectory in trajectories]
         for sequence in leaving:
             self._scheduler.flush(sequence)
-        bundle = pack(leaving, self._cache, self._segments if shared else None)
+        bundle = pack(leaving, self._scheduler.parked, self._cache, self._segments if shared else None)
         for sequence in leaving:
             self._scheduler.drop(sequence)
             del self._sequences[sequence.request.trajectory]
@@ -178,7 +179,9 @@ class Engine:
             sequence.keep_alive = bundle
             self._sequences[sequence.request.trajectory] = sequence
             self._arrivals += 1
-            if sequence.host is None:
+            if frame.moved is not None and frame.moved.parked:
+                self._scheduler.park(sequence)
+            elif sequence.host is None:
                 self._scheduler.enqueue(sequence)
             else:
                 self._scheduler.adopt(sequence)
@@ -187,6 +190,27 @@ class Engine:
         self._scheduler.stats.imported += len(arrived)
         self._account_move({slot}, start)
         return tuple(arrived), tuple(errors)
+
+    def extend(self, trajectory: TrajectoryId, attempt: Attempt, tokens: Iterable[int]) -> None:
+        """A parked request goes on after what its environment said; only these tokens are prefilled."""
+        sequence = self._parked(trajectory, attempt)
+        said = np.asarray(list(tokens), dtype=np.int64)
+        if ((said < 0) | (said >= self.vocab)).any():
+            raise PromptError(f"what the environment of trajectory {trajectory} said has an unknown token id")
+        end = sequence.length + len(said)
+        if end >= sequence.limit:
+            raise PromptError(f"trajectory {trajectory} would have {end} tokens, and {sequence.limit} are allowed")
+        sequence.tokens[sequence.length : end] = said
+        sequence.length = end
+        sequence.reported += len(said)
+        self._scheduler.wake(sequence)
+
+    def end(self, trajectory: TrajectoryId, attempt: Attempt) -> None:
+        """A parked request has had its last turn; it is reported as generated."""
+        sequence = self._parked(trajectory, attempt)
+        self._scheduler.drop(sequence)
+        del self._sequences[trajectory]
+        self._generated(sequence)
 
     def set_threads(self, threads: int) -> None:
         """Compute with so many threads from the next step on."""
@@ -206,7 +230,9 @@ class Engine:
     @property
     def busy(self) -> bool:
         """There is something to do in a step."""
-        return bool(self._sequences) or any(slot.loading for slot in self.slots) or bool(self._tokens or self._finished)
+        moving_on = len(self._sequences) > len(self._scheduler.parked)
+        loading = any(slot.loading for slot in self.slots)
+        return moving_on or loading or bool(self._tokens or self._finished or self._events)
 
     @property
     def stats(self) -> Stats:
@@ -299,20 +325,35 @@ class Engine:
             reason = StopReason.STOP
         else:
             reason = StopReason.LENGTH if count >= request.sampling.max_tokens else StopReason.CONTEXT
-        self._scheduler.drop(sequence)
-        del self._sequences[request.trajectory]
-        common: dict[str, Any] = {
-            "trajectory": request.trajectory,
-            "attempt": request.attempt,
-            "version": sequence.version,
-            "fingerprint": sequence.fingerprint,
-        }
-        self._finished.append(Finished(**common, reason=reason, tokens=count))
+        parks = request.parks and reason is StopReason.STOP and sequence.length + 1 < sequence.limit
+        if parks:
+            self._scheduler.park(sequence)
+        else:
+            self._scheduler.drop(sequence)
+            del self._sequences[request.trajectory]
+        self._finished.append(Finished(**self._stamp(sequence), reason=reason, tokens=count))
         if failed:
             why = "the model's logits are not finite numbers"
             self._events.append(TrajectoryFailed(trajectory=request.trajectory, reason=why))
+        elif parks:
+            parked = Parked(trajectory=request.trajectory, attempt=request.attempt, kv_tokens=self.kv_tokens)
+            self._events.append(parked)
         else:
-            self._events.append(Generated(**common, instance=self.instance, tokens=count, kv_tokens=self.kv_tokens))
+            self._generated(sequence)
+
+    def _generated(self, sequence: Sequence) -> None:
+        count = sequence.length - sequence.prompt_length
+        event = Generated(**self._stamp(sequence), instance=self.instance, tokens=count, kv_tokens=self.kv_tokens)
+        self._events.append(event)
+
+    def _stamp(self, sequence: Sequence) -> dict[str, Any]:
+        """Who was served, and from what."""
+        return {
+            "trajectory": sequence.request.trajectory,
+            "attempt": sequence.request.attempt,
+            "version": sequence.version,
+            "fingerprint": sequence.fingerprint,
+        }
 
     def _says_stop(self, sequence: Sequence, batch: Batch) -> bool:
         """The response's end contains one of the stop strings."""
@@ -357,6 +398,7 @@ class Engine:
     def _put(self, slot: Slot, loading: Loading) -> None:
         """From here on the slot serves the loaded version; requests in flight compute their KV again under it."""
         staying = [sequence for sequence in self._sequences.values() if sequence.slot == slot.index]
+        parked = [sequence for sequence in staying if sequence in self._scheduler.parked]
         for sequence in staying:
             self._scheduler.flush(sequence)
             self._scheduler.drop(sequence)
@@ -365,7 +407,10 @@ class Engine:
         for sequence in staying:
             sequence.forget_kv()
             sequence.version, sequence.fingerprint = loading.version, loading.fingerprint
-            self._scheduler.enqueue(sequence)
+            if sequence in parked:
+                self._scheduler.park(sequence)
+            else:
+                self._scheduler.enqueue(sequence)
 
     def _account(self, slot: Slot, work: Work | None, start: Nanoseconds, end: Nanoseconds, others: bool) -> None:
         """The step's time, split by tokens where a slot did several things; idle slots keep their cause."""
@@ -447,6 +492,12 @@ class Engine:
                 return slot.index
         serving = ", ".join(str(slot.version) for slot in self.slots if slot.version is not None) or "none"
         raise VersionError(f"no slot serves version {version}; the versions served are: {serving}")
+
+    def _parked(self, trajectory: TrajectoryId, attempt: Attempt) -> Sequence:
+        sequence = self._sequences.get(trajectory)
+        if sequence is None or sequence.request.attempt != attempt or sequence not in self._scheduler.parked:
+            raise RequestError(f"trajectory {trajectory}, attempt {attempt}, is not parked here")
+        return sequence
 
     def _sequence(self, trajectory: TrajectoryId) -> Sequence:
         sequence = self._sequences.get(trajectory)

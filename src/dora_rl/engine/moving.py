@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dora_rl.engine.slots import Slot
 
 
-def pack(leaving: list[Sequence], cache: KvCache, segments: Segments | None) -> Bundle:
+def pack(leaving: list[Sequence], parked: list[Sequence], cache: KvCache, segments: Segments | None) -> Bundle:
     """A bundle of flushed sequences; KV goes by one copy from the cache, or from the host, into its place."""
     moved, sizes = [], []
     for sequence in leaving:
@@ -28,6 +28,7 @@ def pack(leaving: list[Sequence], cache: KvCache, segments: Segments | None) -> 
                 fingerprint=sequence.fingerprint,
                 computed=sequence.computed,
                 known=sequence.known,
+                parked=sequence in parked,
                 kv_shape=cache.shape,
             )
         )

@@ -65,6 +65,8 @@ class Request(Record, frozen=True, kw_only=True):
     response: tuple[int, ...] = ()
     """Tokens already sampled, for a request that goes on after its KV was lost."""
     sampling: Sampling = Sampling()
+    parks: bool = False
+    """After a stop it waits, with its KV, for what its environment says; `extend` or `end` goes on with it."""
     record_experts: bool = False
     """Report which experts each token went through (mixture-of-experts models)."""
 

@@ -64,6 +64,8 @@ class Scheduler:
         self.prompts = SharedPrompts(self.pool)
         self.waiting: list[Sequence] = []
         self.swapped: list[Sequence] = []
+        self.parked: list[Sequence] = []
+        """They wait for their environments, their KV on the host."""
         self.stats = Stats()
         self.host_used = 0
         self.pressed = False
@@ -87,6 +89,8 @@ class Scheduler:
             self._batches[sequence.slot].remove(sequence)
         elif sequence in self.swapped:
             self.swapped.remove(sequence)
+        elif sequence in self.parked:
+            self.parked.remove(sequence)
         else:
             self.waiting.remove(sequence)
             self.prompts.leave(self._key(sequence))
@@ -116,6 +120,29 @@ class Scheduler:
             self.stats.recomputed += 1
             sequence.forget_kv()
             self.enqueue(sequence)
+
+    def park(self, sequence: Sequence) -> None:
+        """Out of the batch until it is woken."""
+        if sequence.row >= 0:
+            self.flush(sequence)
+            if not self._to_host(sequence):
+                self.drop(sequence)
+                sequence.forget_kv()
+        elif sequence.host is not None:  # it has come from elsewhere
+            if self.host_used + sequence.host.nbytes > self._config.host_bytes:
+                self.stats.recomputed += 1
+                sequence.forget_kv()
+            else:
+                self.host_used += sequence.host.nbytes
+        self.parked.append(sequence)
+
+    def wake(self, sequence: Sequence) -> None:
+        """Go on with a parked one."""
+        self.parked.remove(sequence)
+        if sequence.host is None:
+            self.enqueue(sequence)
+        else:
+            insort(self.swapped, sequence, key=lambda other: other.arrival)
 
     @property
     def running(self) -> int:
@@ -155,10 +182,15 @@ class Scheduler:
         held = self.pool.holders[batch.rows.table[rows, position // size]]
         needy = rows[(position % size == 0) | (held > 1)]
         for sequence in [batch.sequences[row] for row in needy]:
-            if sequence.row < 0 or not self._room(1, sequence):
+            if sequence.row < 0:
                 continue
-            position_now = int(batch.position[sequence.row])
-            if position_now % size == 0:
+            # A plan may come here twice: a block that was taken the first time is there already.
+            missing = int(batch.position[sequence.row]) // size == len(sequence.blocks)
+            if not missing and self.pool.holders[sequence.blocks[-1]] == 1:
+                continue
+            if not self._room(1, sequence):
+                continue
+            if missing:
                 sequence.blocks.append(self.pool.take())
             elif self.pool.holders[sequence.blocks[-1]] > 1:
                 self._own_last(sequence)
@@ -283,19 +315,25 @@ class Scheduler:
         self.pressed = True
         self.stats.preempted += 1
         self.flush(sequence)
+        if self._to_host(sequence):
+            insort(self.swapped, sequence, key=lambda other: other.arrival)
+        else:
+            self.requeue(sequence)
+
+    def _to_host(self, sequence: Sequence) -> bool:
+        """A running sequence's KV to the host, out of the batch; False if there is none or the host is full."""
         blocks = self.cache.shape.blocks(sequence.computed)
         size = blocks * self.cache.shape.block_bytes
         if not blocks or self.host_used + size > self._config.host_bytes:
             self.stats.recomputed += bool(blocks)
-            self.requeue(sequence)
-            return
+            return False
         host = self.cache.host(blocks)
         self.cache.gather(sequence.blocks[:blocks], sequence.computed, host)
         self._batches[sequence.slot].remove(sequence)
         self._release(sequence)
         sequence.host = host
         self.host_used += size
-        insort(self.swapped, sequence, key=lambda other: other.arrival)
+        return True
 
     def _release(self, sequence: Sequence) -> None:
         self.prompts.lost(self._key(sequence), sequence)
@@ -315,9 +353,12 @@ class Scheduler:
         for batch in self._batches:
             for row, sequence in enumerate(batch.sequences):
                 assert sequence.row == row
+                known = self.cache.shape.blocks(sequence.length + int(batch.fill[row]))
+                assert len(sequence.blocks) <= known, f"a request holds {len(sequence.blocks)} blocks for {known}"
                 np.add.at(holders, sequence.blocks, 1)
         for blocks in self.prompts.held():
             np.add.at(holders, blocks, 1)
         assert (holders == self.pool.holders).all(), "a block has a holder that nobody knows"
-        kept = sum(sequence.host.nbytes for sequence in self.swapped if sequence.host is not None)
+        away = (*self.swapped, *self.parked)
+        kept = sum(sequence.host.nbytes for sequence in away if sequence.host is not None)
         assert kept == self.host_used, f"{self.host_used} bytes of host memory counted, {kept} used"

@@ -55,7 +55,8 @@ class Sequence:
         self.reported = len(request.response)
         """Response tokens that have been reported."""
         self.computed = 0
-        self.known = self.length - 1 if request.response else 0
+        # At the first attempt there is no former place: what stands in the response is what an environment opened with.
+        self.known = self.length - 1 if request.response and request.attempt else 0
         """Tokens whose KV existed once; computing one of them again counts as re-prefill."""
         self.blocks: list[int] = []
         self.host: torch.Tensor | None = None

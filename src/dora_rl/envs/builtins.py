@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any, TypeAlias
 
 from dora_rl.core.errors import ConfigError, UserError
+from dora_rl.envs.coding import CodeReward
 from dora_rl.envs.data import Problem
 
 Builtin: TypeAlias = Callable[..., float]
@@ -24,10 +25,12 @@ _NUMBER = re.compile(
 )
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _MATH_SECONDS = 5
+_CODE_SHARE = 0.7
+"""Of the deadline that running code may take; the rest is for starting and cleaning up on a busy machine."""
 
 
-def builtin(name: str) -> Builtin | None:
-    """The function of that name, ready for use; none if it is no builtin."""
+def builtin(name: str, seconds: float) -> Builtin | None:
+    """The function of that name, ready for use within a deadline in seconds; none if it is no builtin."""
     kind, colon, rest = name.partition(":")
     if kind == "format" and colon:
         return _format(rest)
@@ -35,6 +38,8 @@ def builtin(name: str) -> Builtin | None:
         _need("math_verify", "math")
     if name == "reasoning_gym":
         _need("reasoning_gym", "reasoning_gym")
+    if name == "code":
+        return CodeReward(_CODE_SHARE * seconds)
     return BUILTINS.get(name)
 
 
@@ -136,6 +141,7 @@ def _need(module: str, name: str) -> None:
         raise UserError(f"reward '{name}' needs the extra 'tasks': pip install 'dora-rl[tasks]'")
 
 
+NAMES = ("code", "contains", "exact", "math", "number", "reasoning_gym")
 BUILTINS: dict[str, Builtin] = {
     "exact": exact,
     "contains": contains,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, FiniteFloat, model_validator
 
 from dora_rl.core.config import Config
 
@@ -49,7 +49,7 @@ class RewardConfig(Config):
     functions: list[str] = Field(default_factory=list)
     """Builtins (`exact`, `contains`, `number`, `math`, `reasoning_gym`, `code`, `format:REGEX`), `FILE.py:function`
     or `module:function`; the reward is their weighted sum."""
-    weights: list[float] | None = None
+    weights: list[FiniteFloat] | None = None
     """One weight per function; 1 each if left out."""
     timeout_seconds: float = Field(default=30.0, gt=0)
     """One answer's verdict is `failed` if it takes longer."""

@@ -12,10 +12,7 @@ A judge runs in a process that may be killed: a function that hangs is cut off f
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import math
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -24,10 +21,11 @@ import msgspec
 
 from dora_rl.core.errors import ConfigError
 from dora_rl.core.nouns import Record
-from dora_rl.envs.builtins import BUILTINS, builtin
+from dora_rl.envs.builtins import NAMES, builtin
 from dora_rl.envs.config import RewardConfig
 from dora_rl.envs.data import Problem
 from dora_rl.envs.importing import named_object, one_line
+from dora_rl.envs.loop import Loop
 from dora_rl.envs.shapes import Answer, Shaped, shaped
 
 
@@ -59,11 +57,9 @@ class Judge:
     """All reward functions of a run, called as their shapes want it."""
 
     def __init__(self, reward: RewardConfig, folder: Path) -> None:
-        self._functions = _resolve(reward.functions, folder)
+        self._functions = _resolve(reward, folder)
         self._weights = reward.weights or [1.0] * len(self._functions)
-        # One loop for all calls: clients that async functions keep are bound to it.
-        self._runner = asyncio.Runner()
-        self.close = weakref.finalize(self, self._runner.close)
+        self._loop = Loop()
 
     def score(self, problem: Problem, completion: str, completion_ids: tuple[int, ...] = ()) -> Verdict:
         """The verdict on one completion."""
@@ -85,7 +81,7 @@ class Judge:
         """All scores of one call; none if the call as a whole came to nothing."""
         assert function.many is not None
         try:
-            values = list(self._finish(function.many(answers)))
+            values = list(self._loop.finish(function.many(answers)))
         except KeyboardInterrupt:
             raise
         except BaseException:
@@ -96,7 +92,7 @@ class Judge:
 
     def _alone(self, function: Shaped, answer: Answer) -> _Score:
         try:
-            value = self._finish(function.one(answer))
+            value = self._loop.finish(function.one(answer))
             if function.many is None:
                 return _score(function.name, value, listed=False)
             values = list(value)
@@ -107,10 +103,6 @@ class Judge:
         if len(values) != 1:
             return _Score(failed=f"{function.name} returned {len(values)} scores for 1 completion")
         return _score(function.name, values[0], listed=True)
-
-    def _finish(self, result: Any) -> Any:
-        """What an async function comes to in the end."""
-        return self._runner.run(_awaited(result)) if inspect.isawaitable(result) else result
 
     def _verdict(self, scores: _Scores) -> Verdict:
         failures = [score.failed for score in scores if score.failed is not None]
@@ -131,10 +123,6 @@ class Judge:
         return Verdict(reward=reward, parts={**extras, **{name: value for name, _, value in applying}})
 
 
-async def _awaited(result: Any) -> Any:
-    return await result
-
-
 def _score(name: str, value: Any, *, listed: bool) -> _Score:
     """Read one returned value. In a list, None says that the function does not apply to that row, as in TRL."""
     try:
@@ -144,7 +132,7 @@ def _score(name: str, value: Any, *, listed: bool) -> _Score:
         if isinstance(value, dict):
             if "score" not in value:
                 return _Score(failed=f"{name} returned a dict without 'score'")
-            extras = {str(key): float(item) for key, item in value.items() if key != "score" and _is_number(item)}
+            extras = {_text(key): float(item) for key, item in value.items() if key != "score" and _is_number(item)}
             value = value["score"]
         if value is None or isinstance(value, str | bytes) or not hasattr(value, "__float__"):
             return _Score(failed=f"{name} returned {type(value).__name__}, not a number")
@@ -158,25 +146,28 @@ def _score(name: str, value: Any, *, listed: bool) -> _Score:
     return _Score(value=number, extras=extras)
 
 
+def _text(key: Any) -> str:
+    return str(key).encode("utf-8", "replace").decode()
+
+
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, int | float) and abs(value) < 1e300
 
 
-def _resolve(names: Sequence[str], folder: Path) -> list[Shaped]:
-    found = [_function(name, folder) for name in names]
+def _resolve(reward: RewardConfig, folder: Path) -> list[Shaped]:
+    """All functions, under short names where those differ."""
+    found = [_function(name, folder, reward.timeout_seconds) for name in reward.functions]
     short = [function.name for function in found]
     return [
         function if short.count(function.name) == 1 else function._replace(name=name)
-        for name, function in zip(names, found, strict=True)
+        for name, function in zip(reward.functions, found, strict=True)
     ]
 
 
-def _function(name: str, folder: Path) -> Shaped:
-    ready = builtin(name)
+def _function(name: str, folder: Path, seconds: float) -> Shaped:
+    ready = builtin(name, seconds)
     if ready is not None:
         return shaped(name, ready)
     if ":" not in name:
-        raise ConfigError(
-            f"reward '{name}' is unknown: take {', '.join(sorted(BUILTINS))}, format:REGEX or FILE.py:function"
-        )
+        raise ConfigError(f"reward '{name}' is unknown: take {', '.join(NAMES)}, format:REGEX or FILE.py:function")
     return shaped(name.rpartition(":")[2], named_object(name, folder))

@@ -106,10 +106,10 @@ def _verl(answer: Answer) -> dict[str, Any]:
 
 
 def _plain(answer: Answer) -> dict[str, Any]:
-    own = _own(answer.problem)
+    problem = own(answer.problem)
     return {
-        **own.columns,
-        "problem": own,
+        **problem.columns,
+        "problem": problem,
         "prompt": prompt_value(answer.problem),
         "completion": answer.completion,
         "completion_ids": list(answer.completion_ids),
@@ -123,7 +123,7 @@ def _three_places(parameters: Parameters) -> bool:
 
 
 def _places(answer: Answer, first: str) -> tuple[Any, str, str | None]:
-    asked = _own(answer.problem) if first == "problem" else prompt_value(answer.problem)
+    asked = own(answer.problem) if first == "problem" else prompt_value(answer.problem)
     return asked, answer.completion, answer.problem.answer
 
 
@@ -141,7 +141,8 @@ def _columns(problem: Problem) -> dict[str, Any]:
     return copy.deepcopy(problem.columns)
 
 
-def _own(problem: Problem) -> Problem:
+def own(problem: Problem) -> Problem:
+    """A copy that its user may change."""
     return msgspec.structs.replace(problem, columns=_columns(problem))
 
 

@@ -35,6 +35,8 @@ class TrajectoryBook:
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     experts: bytearray = field(default_factory=bytearray)
     experts_shape: tuple[int, int] = (0, 0)
+    parts: list[tuple[bool, int]] = field(default_factory=list)
+    """Who said how many tokens, in turn: the environment (true) or the policy."""
     versions: list[Version] = field(default_factory=list)
     """That said something, in order; more than one only in mode `partial`."""
     ended: StopReason | None = None
@@ -48,8 +50,28 @@ class TrajectoryBook:
         self.logprobs.frombytes(said.logprobs)
         self.experts += said.experts
         self.experts_shape = (said.experts_layers, said.experts_used)
+        self._part(bool(said.observed), len(said.tokens) // self.response.itemsize)
         if not self.versions or self.versions[-1] != said.version:
             self.versions.append(said.version)
+
+    def spans(self) -> list[tuple[bool, array[int]]]:
+        """What was said in turn, and whether the environment said it."""
+        spans, start = [], 0
+        for observed, count in self.parts:
+            spans.append((observed, self.response[start : start + count]))
+            start += count
+        return spans
+
+    def observed(self) -> bytes:
+        """One byte a token, true where the environment said it; empty if it said nothing."""
+        if not any(observed for observed, _ in self.parts):
+            return b""
+        return b"".join(bytes([observed]) * count for observed, count in self.parts)
+
+    def _part(self, observed: bool, count: int) -> None:
+        if self.parts and self.parts[-1][0] == observed:
+            count += self.parts.pop()[1]
+        self.parts.append((observed, count))
 
 
 @dataclass(slots=True)
@@ -225,6 +247,7 @@ class Books:
                     prompt=prompt,
                     response=one.response.tobytes(),
                     logprobs=one.logprobs.tobytes(),
+                    observed=one.observed(),
                     reward=one.reward,
                     stop_reason=one.ended or "stop",
                     experts=bytes(one.experts),

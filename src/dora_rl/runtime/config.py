@@ -46,6 +46,8 @@ class EvaluationConfig(Config):
 
     every: int = Field(0, ge=0)
     """Steps between evaluations; 0 evaluates only when asked for by `dora-rl eval`."""
+    data: DataConfig | None = None
+    """Held-out problems from a source of their own; otherwise `data.held_out` rows are kept for it."""
     samples: int = Field(1, ge=1)
     """Responses to each prompt."""
     temperature: float = Field(1.0, ge=0)
@@ -119,7 +121,7 @@ class RunConfig(Config):
     weights: Literal["disk", "memory"] = "disk"
     """Where published versions live: on disk they survive a power loss, in shared memory publishing is quicker."""
     out: str = "runs"
-    """Folder for runs."""
+    """Folder for runs, from where the command is given; other paths start at the config file."""
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
@@ -127,6 +129,10 @@ class RunConfig(Config):
             raise ValueError("'sampling.temperature' must be above 0: a policy that never varies learns nothing")
         if self.trainer.temperature != 1.0 and self.trainer.temperature != self.sampling.temperature:
             raise ValueError("'trainer.temperature' follows 'sampling.temperature'; leave it out")
+        if not self.reward.functions and self.environment.kind is None:
+            raise ValueError("'reward.functions' is empty: name what a response is worth, for instance [\"exact\"]")
+        if self.evaluation.every and self.environment.kind is not None:
+            raise ValueError("'evaluation.every' must be 0 with an environment: held-out prompts have one turn")
         return self
 
     def request_sampling(self, stop_ids: tuple[int, ...], *, temperature: float | None = None) -> Sampling:

@@ -29,6 +29,11 @@ _FIRST = 1 << 48
 """Trajectories of evaluations are numbered from here: no run reaches it, so they draw other random numbers."""
 
 
+def first_trajectory(version: Version, count: int) -> TrajectoryId:
+    """The evaluation of a version has `count` trajectories from here on, no other one's."""
+    return _FIRST + version * count
+
+
 class Evaluated:
     """The result of one evaluation."""
 
@@ -61,6 +66,7 @@ class Evaluation:
         sampling: Sampling,
         samples: int,
         right: float,
+        timeout: float,
         store: WeightStore,
         decode: Callable[[Sequence[int]], str],
         done: Callable[[Evaluated], None],
@@ -69,6 +75,7 @@ class Evaluation:
         self._sampling = sampling
         self._samples = samples
         self._right = right
+        self._timeout = timeout
         self._store = store
         self._decode = decode
         self._done = done
@@ -134,8 +141,9 @@ class Evaluation:
             return
         assert self._process is not None
         version, lease = self._waiting.popleft()
-        first = _FIRST + version * len(self._problems) * self._samples
-        trajectories = range(first, first + len(self._problems) * self._samples)
+        count = len(self._problems) * self._samples
+        first = first_trajectory(version, count)
+        trajectories = range(first, first + count)
         self._now = _Running(version, lease, {trajectory: array("i") for trajectory in trajectories})
         self._process.send(m.Do(command=c.LoadVersion(slot=SlotId(self._process.name, 0), version=version)))
 
@@ -159,7 +167,8 @@ class Evaluation:
         running.tokens += len(response)
         problem = self._problems[number // self._samples][0]
         tokens = tuple(response)
-        judges.ask(problem, self._decode(tokens), tokens, lambda verdict: self._score(running, verdict.reward))
+        question = m.Judge(item=0, problem=problem, completion=self._decode(tokens), tokens=tokens)
+        judges.ask(question, lambda verdict: self._score(running, _reward(verdict)), self._timeout)
 
     def _score(self, running: _Running, reward: float | None) -> None:
         if running is not self._now:
@@ -174,3 +183,7 @@ class Evaluation:
         self._now = None
         self._done(Evaluated(running.version, running.rewards, self._right, running.failed, running.tokens))
         self._next()
+
+
+def _reward(verdict: m.Judged | m.Played) -> float | None:
+    return verdict.reward if isinstance(verdict, m.Judged) else None

@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Any
 from dora_rl.core.config import build
 from dora_rl.core.durable import sync
 from dora_rl.core.errors import UserError
-from dora_rl.runtime.config import RunConfig
 
 if TYPE_CHECKING:
+    # Only for types: what merely looks at a folder need not wait for torch.
+    from dora_rl.runtime.config import RunConfig
     from dora_rl.weights.store import WeightStore
 
 _ALL_VERSIONS = 1 << 30
@@ -52,11 +53,11 @@ class RunFolder:
 
     @classmethod
     def create(cls, config: RunConfig, base: Path, name: str | None = None) -> RunFolder:
-        """A fresh folder under the config's `out`, with the config in it."""
+        """A fresh folder under the config's `out`, with the config in it; `base` is where its other paths start."""
         stem = name or time.strftime("%Y%m%d-%H%M%S")
         if Path(stem).name != stem or stem in (".", ".."):
             raise UserError(f"'{stem}' can't be the name of a run: it is the name of one folder, under 'out'")
-        parent = base / config.out
+        parent = Path(config.out)
         path = parent / stem
         for number in range(2, 1000):
             if not path.exists():
@@ -77,7 +78,14 @@ class RunFolder:
 
     def read(self) -> RunConfig:
         """The run's configuration."""
-        return build(RunConfig, self._document()["config"], str(self.config))
+        from dora_rl.runtime.config import RunConfig
+
+        return build(RunConfig, self.settings(), str(self.config))
+
+    def settings(self) -> dict[str, Any]:
+        """The run's configuration as it was written, unchecked."""
+        settings: dict[str, Any] = self._document()["config"]
+        return settings
 
     def write(self, config: RunConfig) -> None:
         """Go on with another configuration; the orchestrator's part must stay as it was."""
@@ -97,6 +105,8 @@ class RunFolder:
 
     def parse(self, data: bytes) -> RunConfig:
         """The configuration as a process was told it."""
+        from dora_rl.runtime.config import RunConfig
+
         return build(RunConfig, json.loads(data), str(self.config))
 
     def store(self, config: RunConfig) -> WeightStore:

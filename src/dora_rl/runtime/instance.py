@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 
 from dora_rl.core import commands as c
 from dora_rl.core.errors import RequestError
-from dora_rl.core.events import AnyEvent, TrajectoryFailed
+from dora_rl.core.events import AnyEvent, Parked, TrajectoryFailed
 from dora_rl.core.nouns import Nanoseconds
 from dora_rl.engine.bundle import Bundle
 from dora_rl.engine.engine import Engine
@@ -34,6 +35,8 @@ from dora_rl.runtime.source import StoreWeights
 
 _GATHER = 0.03
 """Seconds for which reports are gathered when nothing hangs on them."""
+_MODESTY = 5
+"""Added to the niceness of the process."""
 _NAP = 0.002
 """Seconds between two looks at a slot that is loading."""
 
@@ -42,6 +45,8 @@ class Instance:
     """The process."""
 
     def __init__(self, start: m.Start, channel: Channel[m.ToProcess]) -> None:
+        # Who consumes comes first: the trainer takes what it needs of shared cores, rollout has all the rest.
+        os.nice(_MODESTY)
         torch.set_num_threads(start.threads)
         folder = RunFolder.open(start.folder)
         config = folder.parse(start.config)
@@ -109,6 +114,8 @@ class Instance:
                 self._export(message)
             case m.Import():
                 self._import(message)
+            case m.Extend() | m.End():
+                self._go_on(message)
             case m.Threads(count=count):
                 self._engine.set_threads(count)
             case _:
@@ -166,12 +173,24 @@ class Instance:
             arrived, problems = (), (str(error),)
         self._channel.send(m.Imported(move=message.move, arrived=arrived, problems=problems))
 
+    def _go_on(self, message: m.Extend | m.End) -> None:
+        try:
+            if isinstance(message, m.End):
+                self._engine.end(message.trajectory, message.attempt)
+                self._take(self._engine.drain())
+            else:
+                tokens = np.frombuffer(message.tokens, dtype=np.int32).tolist()
+                self._engine.extend(message.trajectory, message.attempt, tokens)
+        except RequestError:
+            self._channel.send(m.Refused(trajectory=message.trajectory, attempt=message.attempt))
+
     # -- what goes out ----------------------------------------------------------------------------------------
 
     def _take(self, output: StepOutput) -> None:
         self._said += [_said(part) for part in output.tokens]
+        parked = {event.trajectory for event in output.events if isinstance(event, Parked)}
         for finished in output.finished:
-            if finished.reason is not EngineStop.FAILED:
+            if finished.reason is not EngineStop.FAILED and finished.trajectory not in parked:
                 reason = "stop" if finished.reason is EngineStop.STOP else "length"
                 self._ended.append(
                     m.Ended(trajectory=finished.trajectory, attempt=finished.attempt, reason=reason)  # type: ignore[arg-type]

@@ -1,26 +1,88 @@
-"""A judge in a process of its own: reward functions may hang, crash or print; here that harms nobody."""
+"""A judge in a process of its own: rewards and environments may hang, crash or print; here that harms nobody."""
 
 from __future__ import annotations
 
+from dora_rl.core.nouns import TrajectoryId
+from dora_rl.envs.environment import Environments, Session
 from dora_rl.envs.rewards import Judge
 from dora_rl.runtime import messages as m
 from dora_rl.runtime.channel import Channel
+from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.folder import RunFolder
 
 
 def serve(start: m.Start, channel: Channel[m.ToProcess], messages: list[m.ToProcess]) -> None:
     """Until told to stop, or alone."""
     folder = RunFolder.open(start.folder)
-    judge = Judge(folder.parse(start.config).reward, folder.base())
+    config = folder.parse(start.config)
+    judge = Judge(config.reward, folder.base())
+    plays = _Plays(config, folder, judge) if config.environment.kind is not None else None
     channel.send(m.Ready())
     while True:
         for message in messages:
-            if isinstance(message, m.Stop):
-                return
-            assert isinstance(message, m.Judge), f"not for a judge: {message}"
-            verdict = judge.score(message.problem, message.completion, message.tokens)
-            channel.send(m.Judged(item=message.item, reward=verdict.reward, parts=verdict.parts, failed=verdict.failed))
+            match message:
+                case m.Stop():
+                    return
+                case m.Judge():
+                    verdict = judge.score(message.problem, message.completion, message.tokens)
+                    channel.send(
+                        m.Judged(item=message.item, reward=verdict.reward, parts=verdict.parts, failed=verdict.failed)
+                    )
+                case m.Play():
+                    assert plays is not None
+                    channel.send(plays.play(message))
+                case _:
+                    raise AssertionError(f"not for a judge: {message}")
         if channel.closed:
             return
         channel.wait(60.0)
         messages = channel.receive()
+
+
+class _Plays:
+    """The sessions that live here."""
+
+    def __init__(self, config: RunConfig, folder: RunFolder, judge: Judge) -> None:
+        functions = config.reward.functions
+        self._environments = Environments(config.environment, folder.base(), judge if functions else None)
+        self._sessions: dict[TrajectoryId, Session] = {}
+
+    def play(self, message: m.Play) -> m.Played | m.Judged:
+        """One turn, or the verdict."""
+        session = self._sessions.get(message.session)
+        replayed: list[str] = []
+        if session is None:
+            session = self._sessions[message.session] = self._environments.begin(message.problem)
+            replayed = _replay(session, message.texts if message.finish else message.texts[:-1])
+        if message.finish:
+            del self._sessions[message.session]
+            verdict = session.verdict()
+            return m.Judged(item=message.item, reward=verdict.reward, parts=verdict.parts, failed=verdict.failed)
+        if not message.texts:
+            return self._answer(message, session, _opening(session), replayed)
+        if session.done:
+            return self._answer(message, session, None, replayed)
+        turn = session.step(message.texts[-1], message.tokens)
+        return self._answer(message, session, turn.observation, replayed)
+
+    def _answer(self, message: m.Play, session: Session, said: str | None, replayed: list[str]) -> m.Played:
+        if session.failed is not None:
+            self._sessions.pop(message.session).close()
+        return m.Played(
+            item=message.item, observation=said, done=session.done, replayed=tuple(replayed), failed=session.failed
+        )
+
+
+def _replay(session: Session, texts: tuple[str, ...]) -> list[str]:
+    said = []
+    for text in texts:
+        if session.done:
+            break
+        said.append(session.step(text).observation or "")
+    return said
+
+
+def _opening(session: Session) -> str | None:
+    if session.opening is None or isinstance(session.opening, str):
+        return session.opening
+    return "\n".join(message.content for message in session.opening)

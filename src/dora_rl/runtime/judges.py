@@ -12,18 +12,24 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dora_rl.envs.data import Problem
+import msgspec
+
 from dora_rl.runtime import messages as m
 from dora_rl.runtime.processes import Process, Processes
 
 _TRIES = 2
-Answer = Callable[[m.Judged], None]
+Question = m.Judge | m.Play
+Reply = m.Judged | m.Played
+Answer = Callable[[Reply], None]
 
 
 @dataclass(slots=True)
 class _Question:
-    message: m.Judge
+    message: Question
     answer: Answer
+    timeout: float
+    worker: str | None
+    """Who alone can answer it."""
     tries: int = 0
     due: float = 0.0
 
@@ -31,20 +37,19 @@ class _Question:
 class Judges:
     """The pool."""
 
-    def __init__(self, processes: Processes, count: int, timeout: float) -> None:
-        self._processes = processes
-        self._timeout = timeout
+    def __init__(self, processes: Processes, count: int) -> None:
         self._workers = [processes.start("judge", f"judge{number}", 1) for number in range(count)]
         self._ready: set[str] = set()
         self._waiting: deque[_Question] = deque()
         self._asked: dict[str, _Question] = {}
         self._item = 0
 
-    def ask(self, problem: Problem, completion: str, tokens: tuple[int, ...], answer: Answer) -> None:
-        """Have a response judged; `answer` is called with the verdict."""
+    def ask(self, question: Question, answer: Answer, timeout: float, session: int | None = None) -> None:
+        """Ask; `answer` is called with the reply. All questions of a session go to the same judge."""
         self._item += 1
-        message = m.Judge(item=self._item, problem=problem, completion=completion, tokens=tokens)
-        self._waiting.append(_Question(message, answer))
+        worker = None if session is None else self._workers[session % len(self._workers)].place
+        message = msgspec.structs.replace(question, item=self._item)
+        self._waiting.append(_Question(message, answer, timeout, worker))
         self._hand_out()
 
     @property
@@ -55,7 +60,7 @@ class Judges:
         self._ready.add(process.place)
         self._hand_out()
 
-    def judged(self, process: Process, message: m.Judged) -> None:
+    def replied(self, process: Process, message: Reply) -> None:
         question = self._asked.pop(process.place, None)
         if question is not None:
             assert question.message.item == message.item
@@ -81,7 +86,9 @@ class Judges:
         ]
         for worker in hung:
             self._ready.discard(worker.place)
-            self._fail(self._asked.pop(worker.place), f"the reward took longer than {self._timeout:g} s")
+            question = self._asked.pop(worker.place)
+            what = "reward" if isinstance(question.message, m.Judge) else "environment"
+            self._fail(question, f"the {what} took longer than {question.timeout:g} s")
         return hung
 
     def next_due(self) -> float | None:
@@ -89,15 +96,22 @@ class Judges:
         return min((question.due for question in self._asked.values()), default=None)
 
     def _hand_out(self) -> None:
-        for worker in self._workers:
-            if not self._waiting:
-                return
-            if worker.place in self._ready and worker.place not in self._asked:
-                question = self._waiting.popleft()
-                question.tries += 1
-                question.due = time.monotonic() + self._timeout
-                self._asked[worker.place] = question
-                worker.send(question.message)
+        free = {worker.place: worker for worker in self._workers if worker.place in self._ready}
+        for place in self._asked:
+            free.pop(place, None)
+        later: deque[_Question] = deque()
+        while self._waiting and free:
+            question = self._waiting.popleft()
+            place = next(iter(free)) if question.worker is None else question.worker
+            worker = free.pop(place, None)
+            if worker is None:
+                later.append(question)
+                continue
+            question.tries += 1
+            question.due = time.monotonic() + question.timeout
+            self._asked[place] = question
+            worker.send(question.message)
+        self._waiting.extendleft(reversed(later))
 
     def _fail(self, question: _Question, reason: str) -> None:
         question.answer(m.Judged(item=question.message.item, reward=None, parts={}, failed=reason))

@@ -84,6 +84,22 @@ class Import(Message, frozen=True, kw_only=True):
     slot: int
 
 
+class Extend(Message, frozen=True, kw_only=True):
+    """Go on with a parked request after these tokens."""
+
+    trajectory: TrajectoryId
+    attempt: Attempt
+    tokens: bytes
+    """int32"""
+
+
+class End(Message, frozen=True, kw_only=True):
+    """A parked request has had its last turn."""
+
+    trajectory: TrajectoryId
+    attempt: Attempt
+
+
 # -- to the trainer ---------------------------------------------------------------------------------------------
 
 
@@ -136,6 +152,20 @@ class Judge(Message, frozen=True, kw_only=True):
     problem: Problem
     completion: str
     tokens: tuple[int, ...]
+
+
+class Play(Message, frozen=True, kw_only=True):
+    """Give an environment what the policy said; with nothing said yet, begin it."""
+
+    item: int
+    session: TrajectoryId
+    problem: Problem
+    texts: tuple[str, ...]
+    """Of all turns, so that a session which was lost can be played again."""
+    tokens: tuple[int, ...]
+    """Of the last one."""
+    finish: bool
+    """No more turns: the verdict, please."""
 
 
 # -- from processes ---------------------------------------------------------------------------------------------
@@ -249,6 +279,24 @@ class Judged(Message, frozen=True, kw_only=True):
     failed: str | None
 
 
+class Played(Message, frozen=True, kw_only=True):
+    """What an environment answered."""
+
+    item: int
+    observation: str | None
+    done: bool
+    replayed: tuple[str, ...] = ()
+    """What it answered to the earlier turns, if they had to be played again."""
+    failed: str | None = None
+
+
+class Refused(Message, frozen=True, kw_only=True):
+    """A request that shall go on is not parked here."""
+
+    trajectory: TrajectoryId
+    attempt: Attempt
+
+
 class Died(Message, frozen=True, kw_only=True):
     """The last words of a process: why it can't go on."""
 
@@ -257,5 +305,7 @@ class Died(Message, frozen=True, kw_only=True):
     """A mistake in the configuration, that starting again does not mend."""
 
 
-ToProcess = Start | Do | Threads | Stop | Submit | Export | Import | Train | Save | Judge
-FromProcess = Joined | Report | Exported | Imported | Spent | Counted | Stepped | Saved | Ready | Judged | Died
+ToProcess = Start | Do | Threads | Stop | Submit | Export | Import | Extend | End | Train | Save | Judge | Play
+FromProcess = (
+    Joined | Report | Exported | Imported | Spent | Counted | Stepped | Saved | Ready | Judged | Played | Refused | Died
+)

@@ -49,6 +49,8 @@ class Recorder:
         """Requests that arrived with their KV."""
         self._step_moved = 0
         self.counted: dict[str, dict[str, int]] = {}
+        self._reprefilled = 0
+        """Tokens prefilled again, up to the last step."""
         self._pending: dict[StepId, dict[str, float]] = {}
         self._published_at = now
         self.steps = 0
@@ -96,6 +98,7 @@ class Recorder:
                 "rollout/occupancy": self._share(_WORK) / slot_time,
                 "rollout/live_versions": float(live),
                 "rollout/migrations": float(self._step_moved),
+                "rollout/reprefilled_tokens": float(self._reprefilled_since()),
                 "rollout/failed_trajectories": float(verdicts),
                 "timing_s/ledger": ledger_seconds,
                 **{
@@ -166,6 +169,12 @@ class Recorder:
         return sum(self.time[label] for label in _WORK) / max(1, total)
 
     # -- inside -----------------------------------------------------------------------------------------------
+
+    def _reprefilled_since(self) -> int:
+        """Tokens prefilled again since this was last asked."""
+        before = self._reprefilled
+        self._reprefilled = sum(figures.get("reprefilled", 0) for figures in self.counted.values())
+        return self._reprefilled - before
 
     def _share(self, labels: set[str]) -> int:
         return sum(self._step_time[label] for label in labels)

@@ -21,10 +21,11 @@ from dora_rl.core.errors import IntegrityError, UserError
 from dora_rl.core.nouns import InstanceId, Nanoseconds, TrajectoryId, Version
 from dora_rl.core.ports import drive
 from dora_rl.engine.segments import sweep
-from dora_rl.envs.data import Dataset, load
+from dora_rl.envs.data import Dataset, Problem, load
 from dora_rl.ledger.ledger import Ledger
 from dora_rl.models.loading import load_tokenizer
 from dora_rl.runtime.books import Books, Prompts
+from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.evaluation import Evaluation
 from dora_rl.runtime.folder import RunFolder
 from dora_rl.runtime.machine import Machine
@@ -92,14 +93,12 @@ class Run:
             store=store,
             processes=self._processes,
             recorder=self.recorder,
-            sampling=self.config.request_sampling(self.text.stop_ids),
-            decode=self.text.decode,
+            text=self.text,
             origin=origin,
             notice=notice,
             clock=machine.clock,
         )
         self.world.newest = self.orchestrator.newest
-        self.world.mixture = self.text.mixture
         self._evaluate(store)
         self._past = past
 
@@ -132,15 +131,16 @@ class Run:
         return self.orchestrator.newest in checkpoint.versions(self.folder.checkpoints)
 
     def _evaluate(self, store: Any) -> None:
-        held_out = self.dataset.held_out
-        if not held_out or not self.config.evaluation.every:
-            return
         settings = self.config.evaluation
+        if not settings.every:
+            return
+        held_out = held_out_problems(self.config, self.dataset, self.folder)
         self.world.evaluation = Evaluation(
             [(problem, self.text.encode(problem)) for problem in held_out],
             self.config.request_sampling(self.text.stop_ids, temperature=settings.temperature),
             settings.samples,
             settings.right,
+            self.config.reward.timeout_seconds,
             store,
             self.text.decode,
             self.world.evaluated,
@@ -180,6 +180,15 @@ class Run:
                 f"{self.folder.ledger} ends with version {newest}, but there is a checkpoint of version "
                 f"{checkpoints[-1]}: the ledger has lost what was on disk; put back a copy of it"
             )
+
+
+def held_out_problems(config: RunConfig, dataset: Dataset, folder: RunFolder) -> Sequence[Problem]:
+    """The problems that evaluations ask."""
+    source = config.evaluation.data
+    problems = dataset.held_out if source is None else load(source, folder.base()).train
+    if not problems:
+        raise UserError("there is nothing to evaluate on: set data.held_out, or evaluation.data to a source")
+    return problems
 
 
 class _Watched:

@@ -9,6 +9,9 @@ from dora_rl.core.errors import ConfigError
 from dora_rl.envs.data import Problem
 from dora_rl.runtime.config import RunConfig
 
+_PLACE = "\u241e"
+"""Stands for the policy's message when the frame around it is looked for; no template says it."""
+
 
 class Text:
     """A model's tokenizer, and what its config says of ends and experts."""
@@ -21,6 +24,8 @@ class Text:
         self._tokenizer = tokenizer
         self._config = config
         self._encoded: dict[str, tuple[int, ...]] = {}
+        self._chat = False
+        """Prompts are chats."""
         described: Any = None
         if not config.model.path.endswith(".gguf"):
             described = AutoConfig.from_pretrained(config.model.path, trust_remote_code=False)
@@ -39,6 +44,25 @@ class Text:
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
         return text
 
+    def observation(self, said: str) -> tuple[int, ...]:
+        """The tokens of what an environment said: as it is among texts, as a message in a chat."""
+        text = said
+        if self._chat:
+            turns = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": _PLACE}]
+            turns.append({"role": "user", "content": said})
+            whole = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+            text = whole.split(_PLACE, 1)[1]
+            ends = [self._tokenizer.decode([end]) for end in self.stop_ids]
+            # The token that ended the policy's message has been sampled already.
+            text = next((text.removeprefix(end) for end in ends if text.startswith(end)), text)
+        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def stopped(self, tokens: Sequence[int]) -> bool:
+        """These end with what ends a turn."""
+        if not tokens:
+            return False
+        return tokens[-1] in self.stop_ids or self.decode(tokens).endswith(self._config.sampling.stop or ("\0",))
+
     def _encode(self, problem: Problem) -> tuple[int, ...]:
         if isinstance(problem.prompt, str):
             return tuple(self._tokenizer(problem.prompt)["input_ids"])
@@ -47,6 +71,7 @@ class Text:
                 f"the prompts are chats, but the tokenizer of '{self._config.model.path}' has no chat template: "
                 "use prompts that are texts, and leave out data.system"
             )
+        self._chat = True
         messages = [{"role": message.role, "content": message.content} for message in problem.prompt]
         text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])

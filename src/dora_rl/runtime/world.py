@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dora_rl.core import commands as c
@@ -24,8 +24,8 @@ from dora_rl.core import events as e
 from dora_rl.core.accounting import Activity
 from dora_rl.core.errors import IntegrityError, RunError, StoreError, UserError
 from dora_rl.core.labels import Because, Cause, Label
-from dora_rl.core.nouns import SECOND, InstanceId, Nanoseconds, TrajectoryId, Version
-from dora_rl.engine.requests import Request, Sampling
+from dora_rl.core.nouns import SECOND, InstanceId, Nanoseconds, SlotId, TrajectoryId, Version
+from dora_rl.engine.requests import Request
 from dora_rl.runtime import messages as m
 from dora_rl.runtime.books import Books
 from dora_rl.runtime.config import RunConfig
@@ -33,7 +33,9 @@ from dora_rl.runtime.judges import Judges
 from dora_rl.runtime.moves import Moves
 from dora_rl.runtime.processes import Process, Processes
 from dora_rl.runtime.recorder import Recorder
+from dora_rl.runtime.text import Text
 from dora_rl.runtime.threads import share
+from dora_rl.runtime.turns import Turns
 
 if TYPE_CHECKING:
     from dora_rl.ledger.ledger import Ledger
@@ -57,8 +59,7 @@ class LocalWorld:
         store: WeightStore,
         processes: Processes,
         recorder: Recorder,
-        sampling: Sampling,
-        decode: Callable[[Sequence[int]], str],
+        text: Text,
         origin: Nanoseconds,
         notice: Callable[[str], None],
         clock: Callable[[], Nanoseconds] = time.monotonic_ns,
@@ -73,8 +74,8 @@ class LocalWorld:
         self._ledger = ledger
         self._store = store
         self._processes = processes
-        self._sampling = sampling
-        self._decode = decode
+        self._sampling = config.request_sampling(text.stop_ids)
+        self._text = text
         self._origin = origin
         self._clock = clock
         self._notice = notice
@@ -83,7 +84,20 @@ class LocalWorld:
         self._last: Nanoseconds = 0
         self._deferred: deque[tuple[int, c.Command]] = deque()
         self._moves = Moves(self._instance, self._happen)
-        self._judges = Judges(processes, config.reward.workers, config.reward.timeout_seconds)
+        self._judges = Judges(processes, config.reward.workers)
+        self._turns: Turns | None = None
+        if config.environment.kind is not None:
+            self._turns = Turns(
+                books,
+                text,
+                self._judges,
+                ledger,
+                self._instance,
+                self._submit_one,
+                self._happen,
+                config.control.max_response_tokens,
+                config.environment.timeout_seconds,
+            )
         self.evaluation: Evaluation | None = None
         self._instances: dict[InstanceId, Process] = {}
         self._trainer: Process | None = None
@@ -193,8 +207,8 @@ class LocalWorld:
             if isinstance(message, m.Ready):
                 self._judges.ready(process)
             else:
-                assert isinstance(message, m.Judged)
-                self._judges.judged(process, message)
+                assert isinstance(message, m.Judged | m.Played)
+                self._judges.replied(process, message)
         elif self.evaluation is not None and self.evaluation.owns(process):
             self.evaluation.hear(message, self._judges)
         elif process.role == "trainer":
@@ -220,6 +234,9 @@ class LocalWorld:
                 for problem in message.problems:
                     self._notice(f"{process.name}: {problem}")
                 self._moves.imported(message)
+            case m.Refused(trajectory=trajectory):
+                assert self._turns is not None
+                self._turns.refused(trajectory, process.name)
             case m.Spent():
                 self.recorder.spent(process.name, message)
             case m.Counted(figures=figures):
@@ -250,7 +267,11 @@ class LocalWorld:
         for event in report.events:
             if isinstance(event, e.TrajectoryFailed):
                 process.busy.discard(event.trajectory)
-            self._happen(event)
+            if isinstance(event, e.Parked):
+                assert self._turns is not None
+                self._turns.parked(event)
+            else:
+                self._happen(event)
 
     def _take_from_trainer(self, message: m.FromProcess) -> None:
         match message:
@@ -355,6 +376,8 @@ class LocalWorld:
             case e.Moved():
                 count, source, target = len(event.trajectories), str(event.source), str(event.target)
                 self.recorder.note("moved", at, source=source, target=target, count=count)
+                if self._turns is not None:
+                    self._turns.moved(event.trajectories, event.target)
             case _:
                 pass
 
@@ -378,8 +401,8 @@ class LocalWorld:
                     "trajectory": trajectory,
                     "version": book.version,
                     "versions": one.versions,
-                    "prompt": self._decode(book.prompt),
-                    "response": self._decode(one.response),
+                    "prompt": self._text.decode(book.prompt),
+                    "response": self._text.decode(one.response),
                     "tokens": len(one.response),
                     "reward": one.reward,
                     "stop": one.ended,
@@ -431,19 +454,30 @@ class LocalWorld:
 
     def _start(self, command: c.StartGroup) -> None:
         group = self.books.groups[command.group]
-        requests = tuple(self._request(trajectory, 0, command.version) for trajectory in group.trajectories)
-        self._submit(command.slot.instance, command.slot.number, requests)
+        if self._turns is not None:
+            for trajectory in group.trajectories:
+                self._turns.start(trajectory, command.slot)
+            return
+        requests = tuple(self._request(trajectory, command.version) for trajectory in group.trajectories)
+        self._submit(command.slot, requests)
 
     def _resume(self, command: c.Resume) -> None:
-        book = self.books.trajectory(command.trajectory)
+        if self._turns is not None and self.books.trajectory(command.trajectory).ended is None:
+            self._turns.resume(command.trajectory, command.attempt, command.slot)
+        else:
+            self._submit_one(command.trajectory, command.slot)
+
+    def _submit_one(self, trajectory: TrajectoryId, slot: SlotId) -> None:
+        """Go on with a trajectory from its tokens."""
+        book = self.books.trajectory(trajectory)
         if book.ended is not None:
             # All its tokens are here; only the report of its end was lost.
             version = book.versions[-1]
             self._happen(
                 e.Generated(
-                    trajectory=command.trajectory,
-                    attempt=command.attempt,
-                    instance=command.slot.instance,
+                    trajectory=trajectory,
+                    attempt=book.attempt,
+                    instance=slot.instance,
                     version=version,
                     fingerprint=self.books.fingerprints[version],
                     tokens=len(book.response),
@@ -451,30 +485,24 @@ class LocalWorld:
                 )
             )
             return
-        request = self._request(command.trajectory, command.attempt, command.version)
-        self._submit(command.slot.instance, command.slot.number, (request,))
+        self._submit(slot, (self._request(trajectory, self.books.group_of(trajectory).version),))
 
-    def _request(self, trajectory: TrajectoryId, attempt: int, version: Version) -> Request:
+    def _request(self, trajectory: TrajectoryId, version: Version) -> Request:
         group = self.books.group_of(trajectory)
+        book = group.trajectories[trajectory]
         return Request(
             trajectory=trajectory,
-            attempt=attempt,
+            attempt=book.attempt,
             version=version,
             prompt=group.prompt,
-            response=tuple(group.trajectories[trajectory].response),
+            response=tuple(book.response),
             sampling=self._sampling,
-            record_experts=self._records_experts,
+            parks=self._turns is not None,
+            record_experts=self.config.trainer.moe.replay_routing and self._text.mixture,
         )
 
-    @property
-    def _records_experts(self) -> bool:
-        return self.config.trainer.moe.replay_routing and self.mixture
-
-    mixture = False
-    """The model is a mixture of experts."""
-
-    def _submit(self, instance: InstanceId, slot: int, requests: tuple[Request, ...]) -> None:
-        process = self._to(instance, m.Submit(slot=slot, requests=requests))
+    def _submit(self, slot: SlotId, requests: tuple[Request, ...]) -> None:
+        process = self._to(slot.instance, m.Submit(slot=slot.number, requests=requests))
         if process is not None:
             process.busy.update(request.trajectory for request in requests)
 
@@ -488,13 +516,17 @@ class LocalWorld:
 
     def _score(self, command: c.Score) -> None:
         trajectory = command.trajectory
-        book = self.books.trajectory(trajectory)
-        tokens = tuple(book.response)
+        if self._turns is not None:
+            self._turns.score(trajectory, lambda verdict: self._judged(trajectory, verdict))
+            return
+        tokens = tuple(self.books.trajectory(trajectory).response)
         problem = self.books.group_of(trajectory).problem
-        self._judges.ask(problem, self._decode(tokens), tokens, lambda verdict: self._judged(trajectory, verdict))
+        question = m.Judge(item=0, problem=problem, completion=self._text.decode(tokens), tokens=tokens)
+        timeout = self.config.reward.timeout_seconds
+        self._judges.ask(question, lambda verdict: self._judged(trajectory, verdict), timeout)
 
-    def _judged(self, trajectory: TrajectoryId, verdict: m.Judged) -> None:
-        if verdict.reward is None:
+    def _judged(self, trajectory: TrajectoryId, verdict: m.Judged | m.Played) -> None:
+        if isinstance(verdict, m.Played) or verdict.reward is None:
             self._happen(e.TrajectoryFailed(trajectory=trajectory, reason=verdict.failed or "no verdict"))
         else:
             self._happen(e.Scored(trajectory=trajectory, reward=verdict.reward))
@@ -546,6 +578,10 @@ class LocalWorld:
     def _stalled(self, command: c.Stalled) -> None:
         self._notice("nothing moves: " + "; ".join(command.waits))
 
+    def _failed(self, command: c.FailTrajectory) -> None:
+        if self._turns is not None:
+            self._turns.forget(command.trajectory)
+
     def _nothing(self, command: c.Command) -> None:
         """The books have taken note already."""
 
@@ -563,7 +599,7 @@ class LocalWorld:
         c.Apply: _to_trainer,
         c.Publish: _to_trainer,
         c.Retire: _retire,
-        c.FailTrajectory: _nothing,
+        c.FailTrajectory: _failed,
         c.GroupFailed: _nothing,
         c.EvictInstance: _evict,
         c.RestartTrainer: _restart_trainer,

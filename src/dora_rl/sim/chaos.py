@@ -3,46 +3,34 @@
 Instances, trainer, rewards and messages behave as the contract of `core.events` allows, in an order that `choose`
 picks: reports come late, twice and out of order; instances are lost during loads and moves, or fall silent; moves
 fail half-way; rewards fail or hang; the trainer dies at any moment. The number of faults is limited, and after that
-the schedule is fair, so a run that does not end has stalled.
-
-The fake engine checks C1 itself: it stamps what served each token, and refuses what contradicts its slots.
+the schedule is fair, so a run that does not end has stalled. The engines are those of `sim.fakes`.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, TypeVar
-
-import msgspec
 
 from dora_rl.control.config import ControlConfig
 from dora_rl.control.orchestrator import Orchestrator
 from dora_rl.core import commands as c
 from dora_rl.core import events as e
 from dora_rl.core.nouns import (
-    Attempt,
+    GroupId,
     InstanceId,
     InstanceSpec,
     Nanoseconds,
     Prompt,
-    SlotId,
     TrajectoryId,
     Version,
     nanoseconds,
 )
+from dora_rl.sim.fakes import Bundle, Choose, FakeInstance, fingerprint
 from dora_rl.sim.witness import Witness, demand
 
 T = TypeVar("T")
-_KV_EACH = 16
-"""Tokens of KV that a fake request holds."""
-Choose = Callable[[int], int]
-"""Picks a number below the given one."""
-
-
-def fingerprint(version: Version) -> str:
-    return f"weights-{version}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,39 +47,6 @@ class ChaosPlan:
     kv_tokens: int = 1 << 20
 
 
-@dataclass(slots=True)
-class FakeRequest:
-    """A trajectory on a fake engine."""
-
-    attempt: Attempt
-    slot: int
-    served: list[Version] = field(default_factory=list)
-    parked: bool = False
-
-
-@dataclass(slots=True)
-class Bundle:
-    """Requests on their way to an instance."""
-
-    move: c.Move
-    requests: dict[TrajectoryId, FakeRequest]
-
-
-class FakeInstance:
-    """An engine that carries out its commands one by one, when told to."""
-
-    def __init__(self, spec: InstanceSpec) -> None:
-        self.spec = spec
-        self.inbox: deque[c.Command | Bundle] = deque()
-        self.slots: list[Version | None] = [None] * spec.slots
-        self.requests: dict[TrajectoryId, FakeRequest] = {}
-        self.silent = False
-
-    @property
-    def kv_tokens(self) -> int:
-        return _KV_EACH * len(self.requests)
-
-
 class ChaosWorld:
     """One schedule."""
 
@@ -99,6 +54,7 @@ class ChaosWorld:
         self.config = config
         self.plan = plan
         self.choose = choose
+        self.tools = plan.tools
         self.orchestrator = Orchestrator(config)
         self.witness = Witness(config)
         self.now: Nanoseconds = 0
@@ -158,7 +114,7 @@ class ChaosWorld:
             if instance.inbox:
                 actions.append(lambda instance=instance: self._obey(instance))  # type: ignore[misc]
             if instance.requests:
-                actions.append(lambda instance=instance: self._generate(instance))  # type: ignore[misc]
+                actions.append(instance.generate)
         if any(trajectory not in self._hung for trajectory in self._to_score):
             actions.append(self._reward)
         if self._trainer and self._trainer_up:
@@ -214,7 +170,7 @@ class ChaosWorld:
             kv_tokens=self.plan.kv_tokens,
             shares_trainer=self.plan.shares_trainer and self._names % 2 == 0,
         )
-        self.instances[spec.instance] = FakeInstance(spec)
+        self.instances[spec.instance] = FakeInstance(spec, self)
         self._reports.append(e.InstanceJoined(spec=spec))
         return True
 
@@ -246,49 +202,12 @@ class ChaosWorld:
         return True
 
     def _fail_load(self) -> bool:
-        for name, instance in self.instances.items():
-            if instance.inbox and isinstance(instance.inbox[0], c.LoadVersion):
-                load = instance.inbox.popleft()
-                assert isinstance(load, c.LoadVersion)
-                if load.in_flight:
-                    instance.inbox.appendleft(load)
-                    return False
-                instance.slots[load.slot.number] = None
-                self._reports.append(e.SlotLoadFailed(slot=load.slot, version=load.version, reason=f"disk of {name}"))
-                return True
-        return False
+        return any(instance.fail_load() for instance in self.instances.values())
 
     def _fail_move(self, how: str) -> bool:
         """The next move fails half-way."""
         self._move_fault = how
         return True
-
-    def _break_off(self, instance: FakeInstance, move: c.Move, how: str) -> None:
-        """A first part of the move goes through; the rest is kept at the source, or lost, or lost without a word."""
-        through = self.choose(len(move.trajectories))
-        first, rest = slice(None, through), slice(through, None)
-        self._export(
-            instance,
-            msgspec.structs.replace(move, trajectories=move.trajectories[first], attempts=move.attempts[first]),
-        )
-        there = [
-            (trajectory, attempt)
-            for trajectory, attempt in zip(move.trajectories[rest], move.attempts[rest], strict=True)
-            if trajectory in instance.requests and instance.requests[trajectory].attempt == attempt
-        ]
-        if how != "kept":
-            for trajectory, _ in there:
-                del instance.requests[trajectory]
-        if how != "silent" and there:
-            self._reports.append(
-                e.MoveFailed(
-                    trajectories=tuple(trajectory for trajectory, _ in there),
-                    attempts=tuple(attempt for _, attempt in there),
-                    source=move.source,
-                    target=move.target,
-                    kept=how == "kept",
-                )
-            )
 
     def _fail_reward(self) -> bool:
         if not self._to_score:
@@ -359,11 +278,11 @@ class ChaosWorld:
     def _carry_out(self, command: c.Command) -> None:
         match command:
             case c.LoadVersion() | c.UnloadSlot() | c.StartGroup() | c.Resume():
-                self._send(command.slot.instance, command)
+                self.send(command.slot.instance, command)
             case c.Move():
-                self._send(command.source.instance, command)
+                self.send(command.source.instance, command)
             case c.Abort():
-                self._send(command.instance, command)
+                self.send(command.instance, command)
             case c.Score():
                 self._to_score.append(command.trajectory)
             case c.Accumulate() | c.Apply() | c.Publish():
@@ -378,9 +297,15 @@ class ChaosWorld:
             case _:
                 pass
 
-    def _send(self, instance: InstanceId, message: c.Command | Bundle) -> None:
+    def send(self, instance: InstanceId, message: c.Command | Bundle) -> None:
         if instance in self.instances:
             self.instances[instance].inbox.append(message)
+
+    def report(self, event: e.Event) -> None:
+        self._reports.append(event)
+
+    def tagged(self, group: GroupId) -> Version:
+        return self.witness.admitted[group][1]
 
     FAULTS: ClassVar[dict[str, Callable[[ChaosWorld], bool]]] = {
         "instance lost": _lose_instance,
@@ -407,121 +332,14 @@ class ChaosWorld:
         self._reports.append(e.PromptsArrived(prompts=prompts, last=self._prompts_given == self.plan.prompts))
 
     def _obey(self, instance: FakeInstance) -> None:
-        message = instance.inbox.popleft()
-        match message:
-            case c.LoadVersion():
-                number = message.slot.number
-                on_slot = [t for t, request in instance.requests.items() if request.slot == number]
-                demand(message.in_flight or not on_slot, f"C1: {message.slot} is loaded under requests {on_slot}")
-                instance.slots[number] = message.version
-                self._reports.append(
-                    e.SlotLoaded(slot=message.slot, version=message.version, fingerprint=fingerprint(message.version))
-                )
-            case c.UnloadSlot():
-                on_slot = [t for t, request in instance.requests.items() if request.slot == message.slot.number]
-                demand(not on_slot, f"{message.slot} is unloaded under requests {on_slot}")
-                instance.slots[message.slot.number] = None
-            case c.StartGroup():
-                size = self.config.group_size
-                for trajectory in range(message.group * size, (message.group + 1) * size):
-                    self._begin(instance, trajectory, 0, message.slot, message.version)
-            case c.Resume():
-                self._begin(instance, message.trajectory, message.attempt, message.slot, message.version)
-            case c.Move() if self._move_fault:
-                how, self._move_fault = self._move_fault, ""
-                self.faults[f"move failed, {how}"] += 1
-                self._break_off(instance, message, how)
-            case c.Move():
-                self._export(instance, message)
-            case c.Abort():
-                request = instance.requests.get(message.trajectory)
-                if request is not None and request.attempt == message.attempt:
-                    del instance.requests[message.trajectory]
-            case Bundle():
-                self._import(instance, message)
-            case _:
-                raise AssertionError(f"an engine got {message}")
-
-    def _begin(
-        self, instance: FakeInstance, trajectory: TrajectoryId, attempt: Attempt, slot: SlotId, version: Version
-    ) -> None:
-        serves = instance.slots[slot.number]
-        mixes = self.config.mode == "partial"
-        demand(serves is not None and (mixes or serves == version), f"C1: {slot} serves {serves}, not {version}")
-        demand(trajectory not in instance.requests, f"trajectory {trajectory} runs twice on {slot}")
-        instance.requests[trajectory] = FakeRequest(attempt=attempt, slot=slot.number)
-        # With tools there may be more for a while: parked requests that come back queue in the engine.
-        full = len(instance.requests) > instance.spec.max_requests and not self.plan.tools
-        demand(not full, f"{slot} has more requests than it can take")
-
-    def _export(self, instance: FakeInstance, move: c.Move) -> None:
-        leaving = {
-            trajectory: instance.requests[trajectory]
-            for trajectory, attempt in zip(move.trajectories, move.attempts, strict=True)
-            if trajectory in instance.requests and instance.requests[trajectory].attempt == attempt
-        }
-        if not leaving:
-            return
-        for trajectory in leaving:
-            del instance.requests[trajectory]
-        self._send(move.target.instance, Bundle(move=move, requests=leaving))
-
-    def _import(self, instance: FakeInstance, bundle: Bundle) -> None:
-        """An engine takes a bundle only if the slot serves its version still."""
-        move = bundle.move
-        attempts = tuple(request.attempt for request in bundle.requests.values())
-        if instance.slots[move.target.number] != move.version:
-            self._reports.append(
-                e.MoveFailed(
-                    trajectories=tuple(bundle.requests),
-                    attempts=attempts,
-                    source=move.source,
-                    target=move.target,
-                    kept=False,
-                )
-            )
-            return
-        for trajectory, request in bundle.requests.items():
-            request.slot = move.target.number
-            instance.requests[trajectory] = request
-        self._reports.append(
-            e.Moved(trajectories=tuple(bundle.requests), attempts=attempts, source=move.source, target=move.target)
-        )
-
-    def _generate(self, instance: FakeInstance) -> None:
-        """A request samples a token, or parks, or ends."""
-        trajectory = list(instance.requests)[self.choose(len(instance.requests))]
-        request = instance.requests[trajectory]
-        if request.parked:
-            request.parked = False
-            self._reports.append(
-                e.Unparked(trajectory=trajectory, attempt=request.attempt, kv_tokens=instance.kv_tokens)
-            )
-            return
-        version = instance.slots[request.slot]
-        demand(version is not None, f"trajectory {trajectory} decodes on a slot without weights")
-        assert version is not None
-        request.served.append(version)
-        what = self.choose(8)
-        if what == 0 and self.plan.tools:
-            request.parked = True
-            self._reports.append(e.Parked(trajectory=trajectory, attempt=request.attempt, kv_tokens=instance.kv_tokens))
-        elif what < 4:
-            tagged = self.witness.admitted[trajectory // self.config.group_size][1]
-            single = set(request.served) == {tagged}
-            demand(single or self.config.mode == "partial", f"C1: trajectory {trajectory} was served {request.served}")
-            del instance.requests[trajectory]
-            self._reports.append(
-                e.Generated(
-                    trajectory=trajectory,
-                    attempt=request.attempt,
-                    instance=instance.spec.instance,
-                    version=version,
-                    fingerprint=fingerprint(version),
-                    tokens=1 + self.choose(self.config.max_response_tokens),
-                    kv_tokens=instance.kv_tokens,
-                )
-            )
+        message = instance.inbox[0]
+        if isinstance(message, c.Move) and self._move_fault:
+            instance.inbox.popleft()
+            how, self._move_fault = self._move_fault, ""
+            self.faults[f"move failed, {how}"] += 1
+            instance.break_off(message, how)
+        else:
+            instance.obey()
 
     def _reward(self) -> None:
         ready = [trajectory for trajectory in self._to_score if trajectory not in self._hung]

@@ -1,4 +1,4 @@
-"""Search for the best K, size of instances and split between training and rollout, by branch and bound.
+"""Search for the best K, size and slots of instances and split between training and rollout, by branch and bound.
 
 Every candidate has a lower bound that costs nothing to compute. Candidates are simulated in the order of their bounds,
 until no remaining bound is below the best time found: what is left out cannot win.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 
 from dora_rl.core.errors import ConfigError
 from dora_rl.sim.bound import LowerBound, lower_bound
@@ -18,6 +19,8 @@ from dora_rl.sim.workload import Source
 STALENESS = (1, 2, 3, 4, 6, 8)
 SHARES = (1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
 """Of the devices, for the trainer."""
+SLOTS = (1, 2)
+"""Per instance. A second set of weights saves moves and loads and costs KV room."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +38,10 @@ class Candidate:
     @property
     def trainer_devices(self) -> int:
         return self.config.divide("disaggregated")[0]
+
+    @property
+    def slots(self) -> int:
+        return self.config.rollout.slots
 
     @property
     def instances(self) -> int:
@@ -74,35 +81,36 @@ def candidates(config: SimConfig) -> list[Candidate]:
     lengths = source.sample(min(512, 4 * control.groups_per_step))
     tokens = float(lengths.mean()) * control.groups_per_step * control.group_size
     longest = float(lengths.max())
-    found: dict[tuple[int, int, int], Candidate] = {}
-    for devices in (config.rollout.devices, 2 * config.rollout.devices):
+    found: dict[tuple[int, int, int, int], Candidate] = {}
+    shapes = product((config.rollout.devices, 2 * config.rollout.devices), sorted({*SLOTS, config.rollout.slots}))
+    for devices, slots in shapes:
         for share in SHARES:
             trainer = round(config.devices * share / devices) * devices
             if trainer < 1 or config.devices - trainer < devices:
                 continue
             for staleness in STALENESS:
-                changed = _changed(config, devices, trainer, staleness)
+                changed = _changed(config, devices, slots, trainer, staleness)
                 try:
                     bound = lower_bound(changed, "disaggregated", staleness=staleness, tokens=tokens, longest=longest)
                 except ConfigError:
                     continue  # the weights or one trajectory do not fit an instance of this size
-                key = (devices, trainer, staleness)
+                key = (devices, slots, trainer, staleness)
                 found[key] = Candidate(config=changed, variant=parse_variant("dora"), bound=bound)
     if not found:
         raise ConfigError(
             f"'devices': {config.devices} devices can't hold a trainer and one rollout instance of "
             f"{config.rollout.devices}"
         )
-    return sorted(found.values(), key=lambda it: (it.bound.seconds, it.staleness, it.trainer_devices))
+    return sorted(found.values(), key=lambda it: (it.bound.seconds, it.staleness, it.trainer_devices, it.slots))
 
 
-def _changed(config: SimConfig, devices: int, trainer: int, staleness: int) -> SimConfig:
+def _changed(config: SimConfig, devices: int, slots: int, trainer: int, staleness: int) -> SimConfig:
     grown = devices // config.rollout.devices
     return config.model_copy(
         update={
             "trainer_devices": trainer,
             "rollout": config.rollout.model_copy(
-                update={"devices": devices, "max_requests": config.rollout.max_requests * grown}
+                update={"devices": devices, "slots": slots, "max_requests": config.rollout.max_requests * grown}
             ),
             "control": config.control.model_copy(update={"max_staleness": staleness, "mode": "dora"}),
         }

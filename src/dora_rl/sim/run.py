@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from dora_rl.control.config import ControlConfig, Deadlines, ModeName, PlacementName
 from dora_rl.control.orchestrator import Orchestrator
-from dora_rl.core.accounting import Activity, Segment
+from dora_rl.core.accounting import Activity, Timeline
 from dora_rl.core.errors import ConfigError
 from dora_rl.core.events import Event
 from dora_rl.core.labels import Because, Label
@@ -56,18 +56,6 @@ def parse_variant(text: str) -> Variant:
         else:
             raise ConfigError(f"unknown option '{option}' in '{text}': use elastic, deadline, proportional or kN")
     return Variant(name=text, mode=found, elastic=elastic, placement=placement, staleness=staleness)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timeline:
-    """What each slot and the trainer did, for drawing."""
-
-    slots: dict[SlotId, list[Segment]]
-    trainer: list[Segment]
-    moves: list[tuple[Nanoseconds, SlotId, SlotId, int]]
-    published: dict[int, Nanoseconds]
-    start: Nanoseconds
-    end: Nanoseconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,1 @@
+"""Jobs that the benchmarks of whole runs train."""

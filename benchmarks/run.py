@@ -1,0 +1,143 @@
+"""The modes against each other on whole runs: same prompts, same responses, same machine, interleaved repeats.
+
+The lower bound of a step on cores that rollout and training share: what the trainer computes when it is alone, and the
+tokens of a step at the engine's best rate on all cores, one after the other since they share the cores; or the longest
+trajectory's time over K + 1, if that is longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.report import Target, at_least, at_most, publish
+from benchmarks.running import Figures, run
+from dora_rl.engine.config import EngineConfig
+from dora_rl.engine.engine import Engine
+from dora_rl.engine.requests import Request, Sampling
+from dora_rl.models.loading import ModelConfig, load
+from dora_rl.models.sources import MemoryWeights
+
+JOBS = Path(__file__).parent / "jobs"
+STALENESS = 4
+MODES: dict[str, dict[str, object]] = {
+    "sync": {"control.mode": "sync"},
+    "one_step_off": {"control.mode": "one_step_off"},
+    "partial": {"control.mode": "partial", "control.max_staleness": STALENESS},
+    "dora": {"control.mode": "dora", "control.max_staleness": STALENESS},
+}
+_console = Console()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--jobs", default="chains,agents")
+    arguments = parser.parse_args()
+    jobs = arguments.jobs.split(",")
+    peak = _peak_rate()
+    _console.print(f"engine's best rate on one core: {peak:,.0f} tokens/s")
+    targets: list[Target] = []
+    figures: dict[str, Any] = {"cores": os.cpu_count(), "peak tokens/s of a core": peak}
+    left = len(jobs) * arguments.repeats * len(MODES)
+    for job in jobs:
+        repeats: list[dict[str, Figures]] = []
+        for repeat in range(arguments.repeats):
+            # Another order each time, so that a drift of the machine favours nobody.
+            order = list(MODES)[repeat:] + list(MODES)[:repeat]
+            found: dict[str, Figures] = {}
+            for mode in order:
+                begin = time.monotonic()
+                found[mode] = run(JOBS / f"{job}.toml", **MODES[mode])
+                left -= 1
+                seconds = time.monotonic() - begin
+                _console.print(
+                    f"{job} {repeat + 1}/{arguments.repeats} {mode}: {found[mode].tokens_per_second:,.0f} tokens/s "
+                    f"({seconds:.0f} s, about {left * seconds / 60:.0f} min left)"
+                )
+            repeats.append(found)
+        targets += _targets(job, repeats, peak)
+        figures[job] = [{mode: asdict(one) for mode, one in found.items()} for found in repeats]
+        _show(job, repeats, peak)
+    publish("run", targets, figures)
+
+
+def _targets(job: str, repeats: list[dict[str, Figures]], peak: float) -> list[Target]:
+    def ratio(mode: str) -> float:
+        return statistics.median(one["dora"].tokens_per_second / one[mode].tokens_per_second for one in repeats)
+
+    return [
+        at_least(f"{job}: dora over sync, trained tokens/s", 2.0, ratio("sync")),
+        at_least(f"{job}: dora over one_step_off", 1.5, ratio("one_step_off")),
+        at_least(f"{job}: dora over partial", 1.0, ratio("partial")),
+        at_least(f"{job}: occupancy of dora", 0.9, statistics.median(one["dora"].occupancy for one in repeats)),
+        at_most(
+            f"{job}: dora's step over its lower bound",
+            1.2,
+            statistics.median(one["dora"].step_seconds / _bound(one, peak) for one in repeats),
+        ),
+    ]
+
+
+def _bound(found: dict[str, Figures], peak: float) -> float:
+    sync = found["sync"]
+    rollout = sync.tokens / sync.steps / (peak * (os.cpu_count() or 1))
+    return max(sync.trainer_busy + rollout, sync.longest / (STALENESS + 1))
+
+
+def _show(job: str, repeats: list[dict[str, Figures]], peak: float) -> None:
+    table = Table(title=f"{job}: medians of {len(repeats)} repeats (spread)")
+    for column in ("mode", "tokens/s", "of sync", "step s", "bound s", "occupancy", "live", "moved"):
+        table.add_column(column, justify="left" if column == "mode" else "right")
+    for mode in MODES:
+        some = [one[mode] for one in repeats]
+        ratios = [one[mode].tokens_per_second / one["sync"].tokens_per_second for one in repeats]
+        table.add_row(
+            mode,
+            f"{statistics.median(one.tokens_per_second for one in some):,.0f}",
+            f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})",
+            f"{statistics.median(one.step_seconds for one in some):.3f}",
+            f"{statistics.median(_bound(one, peak) for one in repeats):.3f}",
+            f"{statistics.median(one.occupancy for one in some):.0%}",
+            f"{max(one.live_versions for one in some)}",
+            f"{statistics.median(one.migrations for one in some):.0f}",
+        )
+    _console.print(table)
+
+
+def _peak_rate() -> float:
+    """Tokens/s of one engine with one thread and a full batch at the quickstart's usual context."""
+    torch.set_num_threads(1)
+    loaded = load(ModelConfig(path=str(JOBS.parent.parent / "examples" / "quickstart" / "warm")))
+    engine = Engine(
+        loaded.model,
+        MemoryWeights.of(loaded.model),
+        EngineConfig(max_requests=64, kv_bytes=64 << 20, max_context=1040, threads=1),
+    )
+    engine.load(0, 0)
+    engine.wait_for_loads()
+    best = 0.0
+    for trial in range(5):
+        for row in range(64):
+            request = Request(
+                trajectory=trial * 64 + row, version=0, prompt=(5, 6, 7), sampling=Sampling(max_tokens=120)
+            )
+            engine.submit(request)
+        decoded, begin = engine.stats.decoded, time.perf_counter()
+        while engine.busy:
+            engine.step()
+        best = max(best, (engine.stats.decoded - decoded) / (time.perf_counter() - begin))
+    return best
+
+
+if __name__ == "__main__":
+    main()

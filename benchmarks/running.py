@@ -1,0 +1,131 @@
+"""Whole runs as a user starts them, and their figures from what they wrote down."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SECOND = 1e9
+_WORK = ("decode", "prefill", "re-prefill", "migrate")
+
+
+@dataclass(kw_only=True)
+class Figures:
+    """One run, from its first published version to its last."""
+
+    seconds: float
+    tokens: int
+    """Response tokens trained."""
+    steps: int
+    occupancy: float
+    """Share of slot time that was work, while there was work left to begin."""
+    trainer_busy: float
+    """Seconds a step that the trainer worked."""
+    longest: float
+    """Seconds of the longest trajectory of a step, mean over steps."""
+    live_versions: int
+    migrations: int
+    staleness: dict[str, float]
+    idle: dict[str, float]
+    evaluations: list[tuple[int, float, float]] = field(default_factory=list)
+    """Version, seconds, accuracy."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def step_seconds(self) -> float:
+        return self.seconds / self.steps
+
+
+def run(config: Path, **settings: object) -> Figures:
+    """`dora-rl train` in a folder of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
+        command = [sys.executable, "-m", "dora_rl.apps.cli", "train", str(config), "--name", "run", "--out", folder]
+        done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+        return read(Path(folder) / "run")
+
+
+def read(folder: Path) -> Figures:
+    """The figures of a finished run."""
+    metrics = list(_lines(folder / "metrics.jsonl"))
+    steps = [line for line in metrics if "step" in line]
+    activity = list(_lines(folder / "activity.jsonl"))
+    published = {line["version"]: line["at"] for line in activity if line.get("note") == "published"}
+    begin, end = published[min(published)], published[max(published)]
+    asked = max(published)
+    spent = _spent(activity, begin, end)
+    slots = spent["slots"]
+    slots.pop("idle: finished", None)
+    total = sum(slots.values()) or 1
+    staleness: Counter[str] = Counter()
+    for line in steps:
+        for key, share in line.items():
+            if key.startswith("off_policy/staleness_"):
+                staleness[key.rpartition("_")[2]] += share / len(steps)
+    return Figures(
+        seconds=(end - begin) / SECOND,
+        tokens=round(sum(line["batch/response_tokens"] for line in steps)),
+        steps=asked,
+        occupancy=sum(slots[label] for label in _WORK) / total,
+        trainer_busy=(spent["trainer"]["train"] + spent["trainer"]["publish"]) / SECOND / asked,
+        longest=_longest(folder / "events.jsonl"),
+        live_versions=round(max(line["rollout/live_versions"] for line in steps)),
+        migrations=round(sum(line["rollout/migrations"] for line in steps)),
+        staleness=dict(sorted(staleness.items())),
+        idle={key.removeprefix("idle: "): v / total for key, v in sorted(slots.items()) if key.startswith("idle")},
+        evaluations=[
+            (line["evaluation"], line["time"] - begin / SECOND, line["eval/held_out/accuracy"])
+            for line in metrics
+            if "evaluation" in line
+        ],
+    )
+
+
+def _spent(activity: list[dict[str, Any]], begin: int, end: int) -> dict[str, Counter[str]]:
+    """Time by label of all slots together and of the trainer, in windows that lie in the run."""
+    spent: dict[str, Counter[str]] = defaultdict(Counter)
+    for line in activity:
+        if "who" not in line or line["start"] < begin or line["end"] > end or line["who"].startswith("evaluator"):
+            continue
+        who = "trainer" if line["who"] == "trainer" else "slots"
+        for label, _, cause, nanoseconds in line["shares"]:
+            spent[who][f"idle: {cause}" if label == "idle" else label] += nanoseconds
+    return spent
+
+
+def _longest(events: Path) -> float:
+    """How long the longest trajectory of each step took, from its start to its last token; mean over the steps."""
+    config = json.loads(events.with_name("config.json").read_text())["config"]
+    size = int(config["control"]["group_size"])
+    begun: dict[int, int] = {}
+    took: dict[int, float] = {}
+    longest: list[float] = []
+    for line in _lines(events):
+        for command in line["commands"]:
+            if command["command"] == "StartGroup":
+                begun[command["group"]] = line["at"]
+            elif command["command"] == "Apply":
+                longest.append(max(took[group] for group in command["groups"]))
+        event = line["event"]
+        if event["event"] == "Generated":
+            group = event["trajectory"] // size
+            took[group] = max(took.get(group, 0.0), (line["at"] - begun[group]) / SECOND)
+    return sum(longest) / max(1, len(longest))
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            yield json.loads(line)

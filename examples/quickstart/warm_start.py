@@ -1,0 +1,129 @@
+"""Makes the warm start of the quickstart: a tiny Llama that knows the task but slips.
+
+    python examples/quickstart/warm_start.py [--out FOLDER] [--seed 0] [--updates 500]
+
+It is taught with demonstrations in which every step has a slip with some probability, and the demonstration goes on
+from there. So the likeliest next step is nearly always the right one, and a sampled chain fails about where a slip
+comes: short chains are mostly right, long ones hardly ever. Only problems for training are shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dora_rl.core.trajectory import Group, Trajectory
+from dora_rl.trainer.checkpoint import save_policy
+from dora_rl.trainer.sft import SftConfig, SftProgress, train
+from task import ALPHABET, MAX_TOKENS, Problem, draw
+
+OUT = Path(__file__).parent / "warm"
+SLIPS = 0.12
+"""Probability of a slip in a step: 41% of the chains have none."""
+BATCH = 64
+
+
+def make_tokenizer() -> Any:
+    """One token for each character, and an end."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<pad>", "<end>", "<unknown>"]
+    vocabulary = {token: place for place, token in enumerate([*special, *ALPHABET])}
+    characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<unknown>"))
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    characters.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=characters, pad_token="<pad>", eos_token="<end>", unk_token="<unknown>"
+    )
+
+
+def make_model(tokenizer: Any, seed: int) -> Any:
+    """A Llama of 0.1M parameters with random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=64,
+            intermediate_size=192,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            max_position_embeddings=2 * MAX_TOKENS,
+            tie_word_embeddings=True,
+            initializer_range=0.08,
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    )
+
+
+def demonstrations(count: int, tokenizer: Any, seed: int) -> Iterator[Group]:
+    """Chains with slips, as examples to learn from."""
+    dice = random.Random(seed)
+    for number in range(count):
+        problem = draw(dice, "train", "heavy")
+        prompt = tokenizer(f"{problem}=")["input_ids"]
+        response = tokenizer("=".join(demonstrate(problem, dice)))["input_ids"]
+        tokens = np.array([*prompt, *response, tokenizer.eos_token_id][:MAX_TOKENS], dtype=np.int32)
+        trajectory = Trajectory(
+            id=number,
+            version=0,
+            tokens=tokens,
+            loss_mask=np.arange(len(tokens)) >= len(prompt),
+            behaviour_logprobs=np.zeros(len(tokens), dtype=np.float32),  # given, not sampled
+            reward=0.0,
+        )
+        yield Group(id=number, trajectories=(trajectory,))
+
+
+def demonstrate(problem: Problem, dice: random.Random) -> Iterator[str]:
+    """The parts of a response with slips."""
+    while problem.times:
+        problem = slipped(problem.then(), dice) if dice.random() < SLIPS else problem.then()
+        yield str(problem)
+    yield str(problem.digit)
+
+
+def slipped(problem: Problem, dice: random.Random) -> Problem:
+    """A wrong digit, or now and then a count that is one off."""
+    if problem.times and dice.random() < 0.2:
+        return problem._replace(times=problem.times + dice.choice((-1, 1)))
+    return problem._replace(digit=(problem.digit + dice.randint(1, 9)) % 10)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--updates", type=int, default=500)
+    parser.add_argument("--learning-rate", type=float, default=4e-3)
+    arguments = parser.parse_args()
+    tokenizer = make_tokenizer()
+    examples = list(demonstrations(arguments.updates * BATCH, tokenizer, arguments.seed))
+    config = SftConfig(
+        batch_size=BATCH, learning_rate=arguments.learning_rate, seed=arguments.seed, max_length=2 * MAX_TOKENS
+    )
+    begin = time.perf_counter()
+
+    def show(done: SftProgress) -> None:
+        if done.update % 50 == 0:
+            seconds = time.perf_counter() - begin
+            print(f"{done.update}/{done.updates}  loss {done.loss:.4f}  {seconds:.0f} s", flush=True)
+
+    trainer = train(make_model(tokenizer, arguments.seed), examples, config, show)
+    save_policy(arguments.out, trainer, tokenizer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""`dora-rl report`: one self-contained page about a run, from what it has written down."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from dora_rl.apps import recorded
+from dora_rl.apps.figures import rows
+from dora_rl.apps.page import write_page
+from dora_rl.apps.summary import ACCURACY, REWARD, Summary, occupancy_between, place, published_times, summarise
+from dora_rl.apps.timeline import drawn
+from dora_rl.core.accounting import Activity, Segment, Timeline
+from dora_rl.core.labels import Because, Cause, Label
+from dora_rl.core.nouns import SECOND, Nanoseconds, SlotId, StepId
+from dora_rl.runtime.folder import RunFolder
+
+_BINS = 24
+_SAMPLES = 12
+_LONGEST = 4000
+"""Characters of a sample's text that are shown."""
+_ORDER = (Label.LOAD, Label.PUBLISH, Label.REPREFILL, Label.PREFILL, Label.DECODE, Label.TRAIN, Label.MIGRATE)
+
+
+def report(run: Annotated[Path, typer.Argument(help="Folder of a run, finished or not.")]) -> None:
+    """Write the page about a run: curves, lengths, staleness, timeline, samples."""
+    folder = RunFolder.open(run)
+    write_report(folder, summarise(folder))
+    Console(soft_wrap=True).print(f"report: {folder.report}", highlight=False, markup=False)
+
+
+def write_report(folder: RunFolder, summary: Summary) -> None:
+    """Write `report.html` into the run's folder."""
+    metrics, facts, activity = (
+        recorded.read_metrics(folder),
+        recorded.read_facts(folder),
+        recorded.read_activity(folder),
+    )
+    timeline = run_timeline(activity, facts.published)
+    settings = folder.settings()
+    control = settings["control"]
+    data = {
+        "name": summary.name,
+        "about": f"{settings['model']['path']} on {settings['data']['source']}: {control['groups_per_step']} groups "
+        f"of {control['group_size']} a step, responses of at most {control['max_response_tokens']} tokens.",
+        "figures": rows(summary),
+        "curves": {"steps": _curves(metrics, "version"), "seconds": _curves(metrics, "time")},
+        "occupancy": _occupancy(activity, metrics, facts),
+        "lengths": _lengths(facts.lengths),
+        "staleness": [[str(age), count, f"staleness {age}"] for age, count in summary.staleness.items()],
+        "timeline": None if timeline is None else drawn(timeline),
+        "lost": [
+            [note["at"] / SECOND, note["who"], note["reason"]] for note in activity.notes if note["note"] == "lost"
+        ],
+        "slots": list(summary.slots.items()),
+        "trainer": list(summary.trainer.items()),
+        "samples": _samples(list(recorded.lines(folder.samples))),
+    }
+    write_page(folder.report, "report.html", data)
+
+
+# -- curves -----------------------------------------------------------------------------------------------------
+
+
+def _curves(metrics: recorded.Metrics, x: str) -> dict[str, list[list[float]]]:
+    """People count steps from one: the n-th step gives version n."""
+    steps, evaluations = metrics.steps.values(), metrics.evaluations.values()
+    return {
+        "reward": _points(steps, x, REWARD),
+        "accuracy": _points(evaluations, x, ACCURACY),
+        "rate": _points(steps, x, "throughput/tokens_per_second"),
+        "seconds": _points(steps, x, "timing_s/step"),
+    }
+
+
+def _occupancy(activity: recorded.Activity, metrics: recorded.Metrics, facts: recorded.Facts) -> list[list[float]]:
+    """Of each step, from the windows: those that were written during a short step say little of it."""
+    found = occupancy_between(activity.windows, published_times(metrics, facts))
+    return [[step + 1, round(share, 4)] for step, share in zip(facts.published, found, strict=True)]
+
+
+def _points(records: Iterable[dict[str, Any]], x: str, y: str) -> list[list[float]]:
+    found = [[one[x], round(one[y], 6)] for one in records if y in one and math.isfinite(one[y])]
+    return sorted(found)
+
+
+def _lengths(lengths: dict[int, list[int]]) -> dict[str, Any]:
+    ranked = {step: sorted(some) for step, some in lengths.items()}
+    shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+    curves = {
+        name: [[step + 1, percentile(some, share)] for step, some in ranked.items()] for name, share in shares.items()
+    }
+    return {**curves, "histogram": _histogram([length for some in lengths.values() for length in some])}
+
+
+def percentile(ranked: list[int], share: float) -> int:
+    """The smallest that at least this share does not exceed."""
+    return ranked[max(0, math.ceil(share * len(ranked)) - 1)]
+
+
+def _histogram(lengths: list[int]) -> list[list[Any]]:
+    """Bins that grow by a factor, since lengths have a long tail."""
+    if not lengths:
+        return []
+    low, high = max(1, min(lengths)), max(lengths)
+    factor = max(1.01, (high / low) ** (1 / _BINS))
+    tops = sorted({max(low, round(low * factor**number)) for number in range(1, _BINS + 1)} | {high})
+    counts = Counter(next(top for top in tops if length <= top) for length in lengths)
+    below = [0, *tops]
+    return [[str(top), counts[top], f"{below[i] + 1} to {top} tokens"] for i, top in enumerate(tops) if top <= high]
+
+
+# -- timeline ---------------------------------------------------------------------------------------------------
+
+
+def run_timeline(activity: recorded.Activity, published: dict[StepId, Nanoseconds]) -> Timeline | None:
+    """One row for each slot of each place; the lives of an instance follow one another in it."""
+    # A crash may cost a note; of the steps, the ledger knows.
+    versions = {note["version"]: note["at"] for note in activity.notes if note["note"] == "published"}
+    versions |= {step + 1: at for step, at in published.items()}
+    tracks: dict[str, list[recorded.Window]] = {}
+    for window in activity.windows:
+        tracks.setdefault(place(window.who) if window.who != "trainer" else "trainer", []).append(window)
+    trainer = list(_segments(tracks.pop("trainer", [])))
+    slots = {_slot(name): list(_segments(tracks[name])) for name in sorted(tracks, key=_natural)}
+    rows = [segments for segments in slots.values() if segments]
+    if not rows:
+        return None
+    return Timeline(
+        slots=slots,
+        trainer=trainer,
+        moves=[
+            (note["at"], _slot(place(note["source"])), _slot(place(note["target"])), note["count"])
+            for note in activity.notes
+            if note["note"] == "moved"
+        ],
+        published=dict(sorted(versions.items())),
+        start=min(segments[0].start for segments in rows),
+        end=max(segments[-1].end for segments in rows),
+    )
+
+
+def _segments(windows: list[recorded.Window]) -> Iterator[Segment]:
+    last: Activity | None = None
+    for window in sorted(windows, key=lambda it: it.start):
+        start: Nanoseconds = window.start
+        for activity, spent in _likely(window, last):
+            yield Segment(start, start + spent, activity)
+            start += spent
+            last = activity
+
+
+def _likely(window: recorded.Window, last: Activity | None) -> list[tuple[Activity, Nanoseconds]]:
+    """The shares in a likely order: what went on before, work of old versions, idling, a load, work of the new one."""
+    shares = [(_activity(label, version, cause), spent) for label, version, cause, spent in window.shares]
+    fresh = {activity.version for activity, _ in shares if activity.label in (Label.LOAD, Label.PUBLISH)}
+
+    def order(share: tuple[Activity, Nanoseconds]) -> tuple[bool, int, int, int]:
+        activity = share[0]
+        if activity.label is Label.IDLE:
+            return activity != last, 1, 0, 0
+        version = -1 if activity.version is None else activity.version
+        late = 2 if activity.version in fresh else 0
+        return activity != last, late, version, _ORDER.index(activity.label)
+
+    return sorted(shares, key=order)
+
+
+@functools.lru_cache(maxsize=4096)
+def _activity(label: str, version: int | None, cause: str) -> Activity:
+    return Activity(Label(label), version, Cause(because=Because(cause)) if cause else None)
+
+
+def _slot(name: str) -> SlotId:
+    instance, _, number = name.partition("/")
+    return SlotId(instance, int(number or 0))
+
+
+def _natural(name: str) -> tuple[int, str, int]:
+    """i2 comes before i10."""
+    slot = _slot(name)
+    return len(slot.instance), slot.instance, slot.number
+
+
+# -- samples ----------------------------------------------------------------------------------------------------
+
+
+def _samples(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of the first, some middle and the last steps, the best and the worst response."""
+    by_step: dict[int, list[dict[str, Any]]] = {}
+    for sample in samples:
+        by_step.setdefault(sample["step"], []).append(sample)
+    steps = sorted(by_step)
+    count = min(len(steps), _SAMPLES // 2)
+    chosen = [steps[number * (len(steps) - 1) // max(1, count - 1)] for number in range(count)]
+    return [_shortened(one) for step in reversed(chosen) for one in _best_and_worst(by_step[step])]
+
+
+def _best_and_worst(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    ranked = sorted(samples, key=lambda it: -math.inf if it["reward"] is None else it["reward"])
+    return [ranked[-1], ranked[0]] if len(ranked) > 1 else ranked
+
+
+def _shortened(sample: dict[str, Any]) -> dict[str, Any]:
+    def short(text: str) -> str:
+        return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} [{len(text) - _LONGEST} more characters]"
+
+    return sample | {"prompt": short(sample["prompt"]), "response": short(sample["response"])}

@@ -1,0 +1,68 @@
+"""`dora-rl runs`: the runs in a folder, newest first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from dora_rl.apps.recorded import is_run
+from dora_rl.apps.summary import Progress, progress
+from dora_rl.core.errors import UserError
+from dora_rl.runtime.folder import RunFolder
+
+_COLUMNS = ("run", "mode", "K", "steps", "reward", "accuracy", "tokens/s", "state")
+_LEFT = ("run", "mode", "state")
+_COLOURS = {"finished": "green", "stopped": "yellow", "going on": "cyan"}
+
+
+def runs(
+    folder: Annotated[Path, typer.Argument(help="Folder with runs; a config's `out`.")] = Path("runs"),
+) -> None:
+    """List runs: how far they are, what they reached, and whether they go on."""
+    if not folder.is_dir():
+        raise UserError(f"there is no folder '{folder}': name the folder that holds your runs")
+    found = find(folder)
+    console = Console()
+    if not found:
+        console.print(f"no runs in {folder}", highlight=False, markup=False, soft_wrap=True)
+        return
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in _COLUMNS:
+        table.add_column(column, justify="left" if column in _LEFT else "right", no_wrap=True)
+    for run in found:
+        table.add_row(*_row(run))
+    console.print(table, highlight=False)
+
+
+def find(folder: Path) -> list[RunFolder]:
+    """The runs in a folder, newest first."""
+    begun = {path.parent: path.stat().st_mtime_ns for path in folder.glob("*/config.json") if is_run(path.parent)}
+    # Two of the same moment: their names have the time, or a number, in them.
+    return [RunFolder(path) for path in sorted(begun, key=lambda it: (begun[it], it.name), reverse=True)]
+
+
+def _row(run: RunFolder) -> list[str]:
+    try:
+        return _cells(progress(run))
+    except (UserError, KeyError, TypeError):  # damaged, or of another dora-rl; the others are listed all the same
+        return [escape(run.path.name), "", "", "", "", "", "", "[red]unreadable[/]"]
+
+
+def _cells(summary: Progress) -> list[str]:
+    asked = "" if summary.steps_asked is None else f"/{summary.steps_asked}"
+    return [
+        escape(summary.name),
+        summary.mode,
+        str(summary.max_staleness),
+        f"{summary.steps}{asked}",
+        "" if summary.rewards is None else f"{summary.rewards[1]:.3f}",
+        "" if summary.accuracy is None else f"{summary.accuracy[1][1]:.1%}",
+        f"{summary.tokens_per_second:,.0f}",
+        f"[{_COLOURS[summary.state]}]{summary.state}[/]",
+    ]

@@ -1,0 +1,210 @@
+"""The figures of a run, from what it has written down: of the whole run, however often it was resumed.
+
+Pure but for reading the folder. The table at the end of a run, its report and `dora-rl runs` all show these.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dora_rl.apps import recorded
+from dora_rl.core.labels import Because, Label
+from dora_rl.core.nouns import SECOND, Nanoseconds, Record, Version
+from dora_rl.runtime.folder import RunFolder
+
+_WORK = (Label.DECODE.value, Label.PREFILL.value, Label.REPREFILL.value, Label.MIGRATE.value)
+STARTING = f"idle: {Because.STARTING.value}"
+ACCURACY = "eval/held_out/accuracy"
+REWARD = "reward/mean"
+
+
+class Progress(Record, frozen=True, kw_only=True):
+    """How far a run is and what it reached."""
+
+    name: str
+    mode: str
+    max_staleness: int
+    steps: int
+    steps_asked: int | None
+    """None: until the prompts end."""
+    state: recorded.State
+    seconds: float
+    """From the first published version to the last."""
+    tokens: int
+    """Response tokens trained."""
+    tokens_per_second: float
+    rewards: tuple[float, float] | None
+    """Of the first and of the last step."""
+    accuracy: tuple[tuple[Version, float], tuple[Version, float]] | None
+    """Held-out, of the first and of the last version evaluated."""
+
+
+class Summary(Progress, frozen=True, kw_only=True):
+    """What happened in a run."""
+
+    step_seconds: float
+    """Median."""
+    occupancy: float
+    slots: dict[str, float]
+    """Shares of slot time, idle time as `idle: cause`, largest first."""
+    trainer: dict[str, float]
+    """Shares of the trainer's time."""
+    staleness: dict[int, int]
+    """Trained groups by staleness."""
+    most_live: int
+    """Most versions that generated at once."""
+    moved: int
+    """Requests that were moved with their KV."""
+    reprefilled: int
+    """Tokens whose KV existed once and was computed again."""
+    failed: dict[str, int]
+    """Trajectories with a verdict, by reason."""
+    ledger_share: float
+    """Of the run's time, spent on writing the ledger."""
+    restarts: dict[str, int]
+    """Processes lost, by place."""
+    policy: Path | None
+    """Newest policy folder."""
+
+
+def progress(folder: RunFolder) -> Progress:
+    """How far the run in this folder is; quick, however long it is."""
+    return _progress(folder, recorded.read_metrics(folder), recorded.read_facts(folder))
+
+
+def summarise(folder: RunFolder) -> Summary:
+    """The figures of the run in this folder."""
+    metrics, facts, activity = (
+        recorded.read_metrics(folder),
+        recorded.read_facts(folder),
+        recorded.read_activity(folder),
+    )
+    slots, trainer = totals(activity.windows)
+    figures = metrics.steps.values()
+    times = published_times(metrics, facts)
+    policies = recorded.policies(folder)
+    return Summary(
+        **msgspec.structs.asdict(_progress(folder, metrics, facts)),
+        step_seconds=statistics.median(_differences(times)) / SECOND if times[1:] else 0.0,
+        occupancy=occupancy(slots),
+        slots=shares(slots),
+        trainer=shares(trainer),
+        staleness=dict(sorted(facts.staleness.items())),
+        most_live=round(max((one.get("rollout/live_versions", 0.0) for one in figures), default=0)),
+        moved=facts.moved,
+        reprefilled=round(sum(one.get("rollout/reprefilled_tokens", 0.0) for one in figures)),
+        failed=dict(facts.failed.most_common()),
+        ledger_share=metrics.ledger_seconds / (times[-1] / SECOND) if times[1:] else 0.0,
+        restarts=dict(Counter(place(note["who"]) for note in activity.notes if note["note"] == "lost")),
+        policy=policies[max(policies)] if policies else None,
+    )
+
+
+def _progress(folder: RunFolder, metrics: recorded.Metrics, facts: recorded.Facts) -> Progress:
+    control = folder.settings()["control"]
+    times = published_times(metrics, facts)
+    seconds = (times[-1] - times[0]) / SECOND if times else 0.0
+    tokens = sum(sum(facts.lengths.get(step, ())) for step in facts.published)
+    figures = list(metrics.steps.values())
+    return Progress(
+        name=folder.path.resolve().name,
+        mode=control["mode"],
+        max_staleness={"sync": 0, "one_step_off": 1}.get(control["mode"], control["max_staleness"]),
+        steps=len(facts.published),
+        steps_asked=control["steps"],
+        state=_state(folder, facts, control["steps"]),
+        seconds=seconds,
+        tokens=tokens,
+        tokens_per_second=tokens / seconds if seconds else 0.0,
+        rewards=(figures[0][REWARD], figures[-1][REWARD]) if figures else None,
+        accuracy=_first_and_last(metrics.evaluations),
+    )
+
+
+def published_times(metrics: recorded.Metrics, facts: recorded.Facts) -> list[Nanoseconds]:
+    """When the first version was published, and when each step's was."""
+    ends = sorted(facts.published.values())
+    if not ends:
+        return []
+    first = metrics.steps.get(min(facts.published), {}).get("timing_s/step", 0.0)
+    return [ends[0] - round(first * SECOND), *ends]
+
+
+def totals(windows: Iterable[recorded.Window]) -> tuple[Counter[str], Counter[str]]:
+    """Time of all slots and of the trainer by label, idle time by `idle: cause`."""
+    slots: Counter[str] = Counter()
+    trainer: Counter[str] = Counter()
+    for window in windows:
+        account = trainer if window.who == "trainer" else slots
+        for label, _, cause, spent in window.shares:
+            account[label if label != Label.IDLE.value else f"idle: {cause}"] += spent
+    return slots, trainer
+
+
+def occupancy(time: Mapping[str, Nanoseconds]) -> float:
+    """Share of slot time that went into requests, the start-up aside."""
+    whole = sum(spent for label, spent in time.items() if label != STARTING)
+    return sum(time.get(label, 0) for label in _WORK) / max(1, whole)
+
+
+def occupancy_between(windows: Iterable[recorded.Window], times: list[Nanoseconds]) -> list[float]:
+    """Occupancy from each of these times to the next; a window's time is taken as even over it."""
+    rates: dict[Nanoseconds, list[float]] = {}
+    for window in windows:
+        if window.who == "trainer" or window.end <= window.start:
+            continue
+        work = whole = 0
+        for label, _, cause, spent in window.shares:
+            work += spent if label in _WORK else 0
+            whole += spent if cause != Because.STARTING.value else 0
+        for at, sign in ((window.start, 1), (window.end, -1)):
+            rate = rates.setdefault(at, [0.0, 0.0])
+            rate[0] += sign * work / (window.end - window.start)
+            rate[1] += sign * whole / (window.end - window.start)
+    sums = [[0.0, 0.0] for _ in times]
+    worked = wholly = 0.0
+    for before, after in itertools.pairwise(sorted({*rates, *times})):
+        worked += rates[before][0] if before in rates else 0.0
+        wholly += rates[before][1] if before in rates else 0.0
+        which = bisect.bisect_right(times, before) - 1
+        if which >= 0:
+            sums[which][0] += worked * (after - before)
+            sums[which][1] += wholly * (after - before)
+    return [work / whole if whole > 1 else 0.0 for work, whole in sums[:-1]]
+
+
+def shares(time: Mapping[str, Nanoseconds]) -> dict[str, float]:
+    """Each label's share, largest first."""
+    whole = max(1, sum(time.values()))
+    return {label: spent / whole for label, spent in Counter(dict(time)).most_common()}
+
+
+def place(who: str) -> str:
+    """`i0.2/0` and `i0.2` are lives of `i0/0` and `i0`."""
+    name, slash, slot = who.partition("/")
+    return name.rpartition(".")[0] + slash + slot if "." in name else who
+
+
+def _first_and_last(evaluations: dict[Version, dict[str, Any]]) -> Any:
+    if not evaluations:
+        return None
+    return tuple((version, evaluations[version][ACCURACY]) for version in (min(evaluations), max(evaluations)))
+
+
+def _differences(times: list[Nanoseconds]) -> list[Nanoseconds]:
+    return [after - before for before, after in itertools.pairwise(times)]
+
+
+def _state(folder: RunFolder, facts: recorded.Facts, asked: int | None) -> recorded.State:
+    if recorded.going_on(folder):
+        return "going on"
+    enough = asked is not None and len(facts.published) >= asked
+    return "finished" if enough or (facts.drained and not facts.open_groups) else "stopped"

@@ -1,0 +1,126 @@
+"""One small run, really made: interrupted after its first step, then carried on in a terminal to its end."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from dora_rl.apps.train import go_on
+from dora_rl.runtime.folder import RunFolder
+from tests.trainer.making import llama
+
+STEPS = 5
+# Some of what the model says would end a script element, or start one.
+WORDS = ["<end>", "one", "two", "three", "</script>", "<script>alert(1)", "<!--", "[bold]"]
+
+CONFIG = f"""
+[model]
+path = "MODEL"
+[data]
+source = "problems.jsonl"
+held_out = 6
+[reward]
+functions = ["reward.py:reward"]
+[control]
+mode = "dora"
+max_staleness = 2
+groups_per_step = 2
+group_size = 2
+steps = {STEPS}
+max_response_tokens = 24
+[rollout]
+instances = 2
+[rollout.engine]
+max_requests = 8
+max_context = 64
+kv_bytes = 4000000
+host_bytes = 4000000
+kernels = "torch"
+[evaluation]
+every = 5
+samples = 2
+right = 0.5
+[logging]
+tensorboard = false
+"""
+
+REWARD = """
+def reward(completion, **_):
+    if "two two" in completion:
+        raise ValueError("two [bold] twos")
+    return completion.count("one") / max(1, len(completion.split()))
+"""
+
+
+@dataclass(frozen=True)
+class MadeRun:
+    """The run, and what was printed."""
+
+    folder: RunFolder
+    config: Path
+    interrupted: str
+    """Standard output up to the interrupt; not a terminal."""
+    code: int
+    """Of the interrupted process."""
+    screen: str
+    """What a terminal of 80 columns saw from there to the end."""
+
+
+@pytest.fixture(scope="session")
+def made_run(tmp_path_factory: pytest.TempPathFactory) -> MadeRun:
+    # Each worker of xdist has a session of its own; the first to come makes the run for all.
+    shared = tmp_path_factory.getbasetemp()
+    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
+    home = shared / "made-run"
+    with (shared / "made-run.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (home / "done.json").exists():
+            _make(home)
+    said = json.loads((home / "done.json").read_text())
+    return MadeRun(RunFolder.open(home / "runs" / "small"), home / "run.toml", *said)
+
+
+def _make(home: Path) -> None:
+    home.mkdir()
+    inner = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<end>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>").save_pretrained(home / "model")
+    llama(vocab_size=len(WORDS), eos_token_id=0).save_pretrained(home / "model")
+    rows = [{"prompt": f"one {a} {b} {c}"} for a in WORDS[1:] for b in WORDS[1:] for c in WORDS[1:4]]
+    (home / "problems.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (home / "reward.py").write_text(REWARD)
+    (home / "run.toml").write_text(CONFIG.replace("MODEL", str(home / "model")))
+    said = [*_interrupted(home), _carried_on(home)]
+    (home / "done.json").write_text(json.dumps(said))
+
+
+def _interrupted(home: Path) -> tuple[str, int]:
+    said = ""
+    command = [sys.executable, "-m", "dora_rl.apps.cli", "train", "run.toml", "--name", "small"]
+    with subprocess.Popen(command, cwd=home, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            said += line
+            if line.startswith("step 1/"):
+                process.send_signal(signal.SIGINT)
+                (home / "interrupted").touch()
+    return said, process.returncode
+
+
+def _carried_on(home: Path) -> str:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=80, height=30, legacy_windows=False)
+    go_on(RunFolder.open(home / "runs" / "small"), console)
+    return screen.getvalue()
