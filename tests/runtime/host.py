@@ -80,6 +80,7 @@ class ForkedNursery(Nursery):
 
 def supervise(order: dict[str, Any]) -> int:
     """Carry a run as far as it goes; the exit code as `dora-rl train` has it."""
+    from dora_rl.apps.train import change
     from dora_rl.core.errors import IntegrityError, RunError, UserError
     from dora_rl.runtime.run import Run
     from tests.runtime.faults import machine
@@ -100,7 +101,8 @@ def supervise(order: dict[str, Any]) -> int:
 
     signal.signal(signal.SIGINT, interrupt)
     try:
-        run = Run(folder, notice=said["notices"].append, machine=machine(order, ForkedNursery))
+        bound = change(folder, order.get("settings", []))
+        run = Run(folder, notice=said["notices"].append, machine=machine(order, ForkedNursery), bound=bound)
         run.world.stopping = stopping
         run.go()
         code = 0 if run.orchestrator.finished else 130

@@ -113,6 +113,7 @@ def settings(base: Path, mode: str = "dora", **control: Any) -> dict[str, Any]:
         "supervision": {"backoff_seconds": 0.05},
         "threads": 1,
         "seed": 1,
+        "out": str(base / "runs"),
     }
 
 

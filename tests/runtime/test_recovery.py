@@ -337,3 +337,46 @@ def test_a_step_is_applied_once_for_each_life_of_the_trainer(host: Host, base: P
     )
     connection.close()
     assert set(applied.values()) == {1}
+
+
+# -- resumed with other settings ----------------------------------------------------------------------------------
+
+
+def interrupted(host: Host, base: Path, name: str) -> Supervisor:
+    run = begin(host, base, name, {"control": {"steps": 8}})
+    assert strike(run, None, random.Random(name), signal.SIGINT)
+    run.wait()
+    return run
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_resumed_with_another_number_of_instances(host: Host, base: Path, count: int) -> None:
+    run = interrupted(host, base, f"instances-{count}")
+    before = run.pids()
+    run = resume(host, run, settings=[f"rollout.instances={count}"])
+    finish(run, 8)
+    begun = {place for place, pid in run.pids().items() if place.startswith("i") and before.get(place) != pid}
+    assert begun == {f"i{number}" for number in range(count)}
+    assert run.folder.read().rollout.instances == count
+
+
+@pytest.mark.parametrize("bound", [0, 6])
+def test_resumed_with_another_bound(host: Host, base: Path, bound: int) -> None:
+    run = interrupted(host, base, f"bound-{bound}")
+    admitted = len(audited(run.folder).log)
+    run = resume(host, run, settings=[f"control.max_staleness={bound}"])
+    finish(run, 8)
+    connection = sqlite3.connect(run.folder.ledger)
+    later = connection.execute(
+        "SELECT max(step - version) FROM groups WHERE admitted_at > (SELECT at FROM events WHERE seq = ?)", (admitted,)
+    ).fetchone()
+    connection.close()
+    assert (later[0] or 0) <= bound
+
+
+def test_other_settings_are_refused(host: Host, base: Path) -> None:
+    run = interrupted(host, base, "refused")
+    outcome = resume(host, run, settings=["control.group_size=5"]).wait()
+    assert outcome["code"] == 2
+    assert "rollout.instances" in outcome["error"]
+    finish(resume(host, run), 8)

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -45,9 +45,7 @@ def train(
     settings = assignments(context.args)
     if resume is not None:
         folder = RunFolder.open(resume)
-        if settings:
-            raise UserError("a run is resumed with the settings that it began with; leave out the options")
-        go_on(folder)
+        go_on(folder, bound=change(folder, settings))
         return
     assert config is not None
     resolved = read_config(config, settings)
@@ -55,6 +53,29 @@ def train(
         print_config(resolved)
         return
     go_on(RunFolder.create(resolved, config.resolve().parent, name))
+
+
+def change(folder: RunFolder, settings: list[str]) -> int | None:
+    """Resume with another number of instances, which is written down, or another K, which is returned."""
+    before = folder.read()
+    tree = override(before.model_dump(mode="json"), settings)
+    after = build(type(before), tree, "options")
+    allowed = {
+        "rollout": {"instances": after.rollout.instances},
+        "control": {"max_staleness": after.control.max_staleness},
+    }
+    if build(type(before), _merged(before.model_dump(mode="json"), allowed)) != after:
+        raise UserError(
+            "a run is resumed with the settings that it began with; only 'rollout.instances' and "
+            "'control.max_staleness' can be others: leave out the rest"
+        )
+    if after.rollout.instances != before.rollout.instances:
+        folder.write(build(type(before), _merged(before.model_dump(mode="json"), {"rollout": allowed["rollout"]})))
+    return after.control.max_staleness if any(one.startswith("control.max_staleness=") for one in settings) else None
+
+
+def _merged(tree: dict[str, Any], other: dict[str, dict[str, int]]) -> dict[str, Any]:
+    return {**tree, **{section: {**tree[section], **values} for section, values in other.items()}}
 
 
 def need_torch() -> None:
@@ -101,7 +122,7 @@ def print_config(config: RunConfig) -> None:
     sys.stdout.write(tomli_w.dumps(config.model_dump(mode="json", exclude_none=True)))
 
 
-def go_on(folder: RunFolder, console: Console | None = None) -> None:
+def go_on(folder: RunFolder, console: Console | None = None, *, bound: int | None = None) -> None:
     """Carry a run to its end, or to an interrupt."""
     from dora_rl.apps.live import Watch
     from dora_rl.runtime.run import Run
@@ -109,7 +130,7 @@ def go_on(folder: RunFolder, console: Console | None = None) -> None:
     console = console or Console()
     say = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
     say(f"run {folder.path}")
-    run = Run(folder, notice=say)
+    run = Run(folder, notice=say, bound=bound)
 
     def interrupt(*_: object) -> None:
         if run.world.stopping:

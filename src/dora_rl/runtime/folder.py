@@ -55,6 +55,8 @@ class RunFolder:
     def create(cls, config: RunConfig, base: Path, name: str | None = None) -> RunFolder:
         """A fresh folder under the config's `out`, with the config in it; `base` is where its other paths start."""
         stem = name or time.strftime("%Y%m%d-%H%M%S")
+        if Path(stem).name != stem or stem in (".", ".."):
+            raise UserError(f"'{stem}' can't be the name of a run: it is the name of one folder, under 'out'")
         parent = Path(config.out)
         path = parent / stem
         for number in range(2, 1000):
@@ -63,10 +65,7 @@ class RunFolder:
             path = parent / f"{stem}-{number}"
         folder = cls(path)
         folder.logs.mkdir(parents=True)
-        document = {"base": str(base.resolve()), "config": json.loads(config.model_dump_json())}
-        folder.config.write_text(json.dumps(document, indent=1))
-        sync(folder.config)
-        sync(folder.path)
+        folder._write(config, base.resolve())
         return folder
 
     @classmethod
@@ -87,6 +86,18 @@ class RunFolder:
         """The run's configuration as it was written, unchecked."""
         settings: dict[str, Any] = self._document()["config"]
         return settings
+
+    def write(self, config: RunConfig) -> None:
+        """Go on with another configuration; the orchestrator's part must stay as it was."""
+        self._write(config, self.base())
+
+    def _write(self, config: RunConfig, base: Path) -> None:
+        document = {"base": str(base), "config": json.loads(config.model_dump_json())}
+        staged = self.config.with_suffix(".staged")
+        staged.write_text(json.dumps(document, indent=1))
+        sync(staged)
+        staged.rename(self.config)
+        sync(self.path)
 
     def base(self) -> Path:
         """Where relative paths of the configuration start."""

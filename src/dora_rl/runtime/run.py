@@ -53,8 +53,11 @@ class Run:
         *,
         notice: Callable[[str], None] = lambda _: None,
         machine: Machine = Machine(),  # noqa: B008
+        bound: int | None = None,
     ) -> None:
         self.folder = folder
+        self._bound = bound
+        """Another K than the run had so far."""
         self.config = folder.read()
         with contextlib.ExitStack() as undo:
             self._lock = undo.enter_context(_lock(folder))
@@ -103,7 +106,8 @@ class Run:
         """Until nothing is left to do, or the world is told to stop; `watch` is called after each event."""
         try:
             if self._past.at:
-                self.world.again(self._past.losses(), self._past.open_commands())
+                changed = [] if self._bound is None else [e.BoundChanged(max_staleness=self._bound)]
+                self.world.again([*self._past.losses(), *changed], self._past.open_commands())
             if not self.orchestrator.finished or not self._saved():
                 self.world.begin(0 if self.orchestrator.finished else self.config.rollout.instances)
                 drive(_Watched(self.orchestrator, watch), self.world)

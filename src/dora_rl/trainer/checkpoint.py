@@ -3,8 +3,8 @@
     version-00000012.0/
       policy/      what `AutoModelForCausalLM.from_pretrained` loads, with the tokenizer; LoRA is merged in
       adapter/     the adapter alone, as `peft` writes it (LoRA only)
-      state/       trained weights, moments and random states, sharded by `torch.distributed.checkpoint`
-      state.json   version, updates and the position of the ledger
+      state/       trained weights, moments and random states, a safetensors file for each process
+      state.json   version, updates, the position of the ledger, and the shapes and digests of the state
 
 Invariants:
 - a folder under its final name is whole. It is written under another name, forced to disk, and renamed; what is
@@ -22,7 +22,6 @@ import hashlib
 import json
 import re
 import shutil
-import warnings
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,14 +29,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import load as load_shards
-from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from dora_rl.core.durable import sync, sync_tree
 from dora_rl.core.errors import CheckpointError
 from dora_rl.core.nouns import Record, Version
-from dora_rl.trainer import adapter
+from dora_rl.trainer import adapter, shards
 from dora_rl.trainer.trainer import Trainer
 
 _NAME = re.compile(r"version-(\d{8})\.(\d+)")
@@ -69,14 +65,16 @@ def save(
     if writes and trainer.adapted is not None:
         adapter_state = adapter.trained_state(trainer.model, trainer.adapted)
         trainer.adapted.save_pretrained(staged / "adapter", state_dict=adapter_state)
-    alone = trainer.world.size == 1
-    with _quiet():
-        save_shards(_state(trainer), checkpoint_id=staged / "state", no_dist=alone)
+    state = _state(trainer)
+    (staged / "state").mkdir(exist_ok=True)
+    shards.save(staged / "state", state, trainer.world.rank, own=_own(trainer))
+    trainer.world.barrier()
     if writes:
         record = {
             "version": trainer.version,
             "updates": trainer.optimiser.updates,
             "position": dict(position or {}),
+            "shapes": {name: list(tensor.shape) for name, tensor in state.items()},
             "digests": _digests(staged / "state"),
         }
         (staged / "state.json").write_text(json.dumps(record, indent=1))
@@ -106,23 +104,24 @@ def restore(path: Path, trainer: Trainer) -> Restored:
         record = json.loads((path / "state.json").read_text())
         if record["digests"] != _digests(path / "state"):
             raise CheckpointError(f"'{path}' is damaged: its files are not those that were written")
-        stored = FileSystemReader(path / "state").read_metadata().state_dict_metadata
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        stored = {str(name): tuple(shape) for name, shape in record["shapes"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"'{path}' is not a checkpoint: {error}") from error
-    theirs = {name: tuple(getattr(kind, "size", ())) for name, kind in stored.items() if name.startswith("weights.")}
+    theirs = {name: shape for name, shape in stored.items() if name.startswith("weights.")}
     ours = {name: tuple(tensor.shape) for name, tensor in _state(trainer).items() if name.startswith("weights.")}
     if theirs != ours:
         name = min(set(theirs.items()) ^ set(ours.items()))[0]
         raise CheckpointError(f"'{path}' is of another model: they differ in '{name.partition('.')[2]}'")
     trainer.abandon()
     trainer.optimiser.allocate({name.split(".", 2)[2] for name in stored if name.startswith("moment.")})
-    wanted = {name: value for name, value in _state(trainer).items() if name in stored}
-    with _quiet():
-        load_shards(wanted, checkpoint_id=path / "state", no_dist=trainer.world.size == 1)
+    own = _own(trainer)
+    wanted = {name: value for name, value in _state(trainer).items() if name in stored or name == own}
+    missing = shards.load(path / "state", wanted, trainer.world.rank, trainer.world.size)
+    if missing - {own}:
+        raise CheckpointError(f"'{path}' is damaged: '{min(missing - {own})}' is not in it")
     trainer.optimiser.take_moments({name: value for name, value in wanted.items() if name.startswith("moment.")})
-    random = wanted.get(f"random.{trainer.world.rank}")
-    if random is not None:
-        torch.set_rng_state(random)
+    if own not in missing:
+        torch.set_rng_state(wanted[own])
     trainer.optimiser.updates = record["updates"]
     trainer.optimiser.refresh()
     trainer.version = record["version"]
@@ -135,8 +134,13 @@ def _state(trainer: Trainer) -> dict[str, Tensor]:
     return {
         **{f"weights.{name}": tensor for name, tensor in weights.items()},
         **trainer.optimiser.moments(),
-        f"random.{trainer.world.rank}": torch.get_rng_state(),
+        _own(trainer): torch.get_rng_state(),
     }
+
+
+def _own(trainer: Trainer) -> str:
+    """The random state, which each process has for itself."""
+    return f"random.{trainer.world.rank}"
 
 
 def save_policy(path: Path, trainer: Trainer, tokenizer: Any) -> None:
@@ -181,11 +185,3 @@ def _delete(path: Path) -> None:
     litter = path.with_name(f"{_LITTER}{path.name}")
     path.rename(litter)
     shutil.rmtree(litter)
-
-
-class _quiet(warnings.catch_warnings):  # noqa: N801
-    """torch.distributed.checkpoint warns that there is only one process, and about its own deprecations."""
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        warnings.simplefilter("ignore")

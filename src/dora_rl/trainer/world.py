@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -47,9 +47,20 @@ class World(NamedTuple):
         """All items of all processes, sorted."""
         if self.size == 1:
             return tuple(sorted(set(items)))
-        gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, list(items))
-        return tuple(sorted({item for part in gathered for item in part}))
+        longest = int(self.max(torch.tensor(len(items), device=self._device)))
+        if not longest:
+            return ()
+        # As many from each: a process with fewer repeats what it has, or says -1, which no item is.
+        mine = torch.full((longest,), items[0] if items else -1, dtype=torch.int64, device=self._device)
+        mine[: len(items)] = torch.tensor(list(items), dtype=torch.int64)
+        gathered = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(gathered, mine)
+        return tuple(sorted(set(torch.cat(gathered).tolist()) - {-1}))
+
+    @property
+    def _device(self) -> str:
+        """Where what processes exchange lies."""
+        return "cuda" if dist.get_backend() == "nccl" else "cpu"
 
     def barrier(self) -> None:
         if self.size > 1:

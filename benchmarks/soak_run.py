@@ -1,0 +1,222 @@
+"""A run at full load with a fault every minute: does memory stay flat, is anything left behind?
+
+`python -m benchmarks.soak_run --minutes 60`. Every ten seconds the resident memory and the open descriptors of each
+process are read, and the segments in shared memory are counted. Growth is a least-squares slope within the lives of
+processes, pooled over lives, since a process that was killed begins anew; the first half minute of a life is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import math
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+from tests.runtime.checks import leftovers
+from tests.runtime.host import Host, alive
+from tests.runtime.making import make_base, make_model, make_run, merged, settings
+
+from benchmarks.report import at_most, publish
+from dora_rl.apps.audit import audited
+
+_EVERY = 10.0
+_WARM = 30.0
+_HOUR = 3600.0
+FAULTS = ("kill i0", "kill trainer", "stop i1", "kill judge0", "kill supervisor", "kill i1", "kill nursery")
+
+
+class Sample(NamedTuple):
+    """One process at one moment."""
+
+    at: float
+    life: int
+    """Its process id."""
+    megabytes: float
+    descriptors: int
+
+
+class Slope(NamedTuple):
+    """Growth an hour, and its standard error."""
+
+    each_hour: float
+    error: float
+
+    @property
+    def sure(self) -> float:
+        """What is left of it after two standard errors."""
+        return max(0.0, self.each_hour - 2 * self.error)
+
+
+def slope(samples: list[Sample], values: list[float]) -> Slope:
+    """Least squares within lives."""
+    lives: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for sample, value in zip(samples, values, strict=True):
+        lives[sample.life].append((sample.at, value))
+    across = along = rest = 0.0
+    count = 0
+    centred: list[tuple[float, float]] = []
+    for points in lives.values():
+        warm = [point for point in points if point[0] >= points[0][0] + _WARM]
+        if len(warm) < 3:
+            continue
+        mean_x = sum(x for x, _ in warm) / len(warm)
+        mean_y = sum(y for _, y in warm) / len(warm)
+        centred += [(x - mean_x, y - mean_y) for x, y in warm]
+        count += len(warm) - 1
+    along = sum(x * x for x, _ in centred)
+    across = sum(x * y for x, y in centred)
+    if not along or count < 2:
+        return Slope(0.0, math.inf)
+    steep = across / along
+    rest = sum((y - steep * x) ** 2 for x, y in centred)
+    return Slope(steep * _HOUR, math.sqrt(rest / (count - 1) / along) * _HOUR)
+
+
+def look(pid: int, at: float) -> Sample | None:
+    """A process as it is now."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+        descriptors = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    except OSError:
+        return None
+    pages = [line.split()[1] for line in status.splitlines() if line.startswith("VmRSS")]
+    return Sample(at, pid, int(pages[0]) / 1024, descriptors) if pages else None
+
+
+class Soak:
+    """The run and what is done to it."""
+
+    def __init__(self, minutes: float) -> None:
+        self.base = make_base(Path(tempfile.mkdtemp(prefix="dora-rl-soak-")))
+        make_model(self.base / "model", layers=4, hidden=128)
+        self.host = Host()
+        self.folder = make_run(self.base, "soak", self._settings())
+        self.supervisor = self.host.start(self.folder)
+        self.samples: dict[str, list[Sample]] = defaultdict(list)
+        self.segments: list[int] = []
+        self.struck: dict[str, int] = defaultdict(int)
+        self._seconds = minutes * 60
+        self.ended: list[dict[str, Any]] = []
+
+    def _settings(self) -> dict[str, Any]:
+        return merged(
+            settings(self.base, groups_per_step=8, group_size=8, steps=1_000_000, max_response_tokens=160),
+            {
+                "rollout": {
+                    "engine": {"max_requests": 64, "kv_bytes": 1 << 26, "host_bytes": 1 << 26, "max_context": 200},
+                    "heartbeat_seconds": 0.5,
+                },
+                "control": {"deadlines": {"heartbeat": 10.0, "train": 60.0, "load": 60.0, "move": 20.0}},
+                "threads": 0,
+            },
+        )
+
+    def run(self) -> None:
+        """Until the time is over."""
+        begin = time.monotonic()
+        faults = itertools.cycle(FAULTS)
+        next_fault = begin + 60
+        while (now := time.monotonic()) < begin + self._seconds:
+            self._sample(now - begin)
+            if now >= next_fault:
+                next_fault += 60
+                self._strike(next(faults))
+            time.sleep(max(0.0, _EVERY - (time.monotonic() - now)))
+        self.supervisor.signal(signal.SIGINT)
+        self.ended.append(self.supervisor.wait(240))
+
+    def _sample(self, at: float) -> None:
+        who = {**self.supervisor.pids(), "supervisor": self.supervisor.pid}
+        for place, pid in who.items():
+            if alive(pid) and (sample := look(pid, at)) is not None:
+                self.samples["instance" if place[0] == "i" else place].append(sample)
+        self.segments.append(len(list(Path("/dev/shm").glob("dora-rl-kv-*"))))
+
+    def _strike(self, fault: str) -> None:
+        what, place = fault.split()
+        number = signal.SIGSTOP if what == "stop" else signal.SIGKILL
+        if place != "supervisor":
+            self.struck[fault] += self.supervisor.signal(number, place)
+            return
+        self.supervisor.signal(number)
+        self.supervisor.wait(240)
+        self.supervisor = self.host.start(self.folder)
+        self.struck[fault] += 1
+
+    def close(self) -> None:
+        self.host.close()
+        shutil.rmtree(self.base)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    minutes = parser.parse_args().minutes
+    soak = Soak(minutes)
+    soak.run()
+    problems = audited(soak.folder).problems
+    left = leftovers(soak.supervisor, soak.ended[-1])
+    table = Table("process", "lives", "megabytes", "growth an hour, MB", "descriptors", "growth an hour")
+    figures: dict[str, Any] = {"minutes": minutes, "faults": dict(soak.struck), "processes": {}}
+    worst_memory = worst_descriptors = 0.0
+    for place, samples in sorted(soak.samples.items()):
+        memory = slope(samples, [sample.megabytes for sample in samples])
+        descriptors = slope(samples, [float(sample.descriptors) for sample in samples])
+        mean = sum(sample.megabytes for sample in samples) / len(samples)
+        lives = len({sample.life for sample in samples})
+        worst_memory = max(worst_memory, memory.sure / mean)
+        worst_descriptors = max(worst_descriptors, descriptors.sure)
+        open_ = max(sample.descriptors for sample in samples)
+        table.add_row(
+            place,
+            str(lives),
+            f"{mean:.0f}",
+            f"{memory.each_hour:.1f} +- {memory.error:.1f}",
+            str(open_),
+            f"{descriptors.each_hour:.1f} +- {descriptors.error:.1f}",
+        )
+        figures["processes"][place] = {
+            "lives": lives,
+            "megabytes": round(mean, 1),
+            "megabytes_each_hour": _finite(memory),
+            "descriptors": open_,
+            "descriptors_each_hour": _finite(descriptors),
+        }
+    Console().print(table)
+    figures |= {
+        "most_segments": max(soak.segments),
+        "left_behind": left,
+        "audit": problems,
+        "steps": audited(soak.folder).steps,
+        "ledger_share": next(f.value for f in audited(soak.folder).figures if f.name.startswith("ledger")),
+    }
+    targets = [
+        at_most("growth of memory an hour, share of the process, less two standard errors", 0.05, worst_memory),
+        at_most("growth of open descriptors an hour, less two standard errors", 1.0, worst_descriptors),
+        at_most("left behind: processes, segments, descriptors, half-written files", 0, len(left)),
+        at_most("promises broken, by the audit", 0, len(problems)),
+        at_most("share of the run's time spent on the ledger", 0.02, float(figures["ledger_share"].rstrip("%")) / 100),
+    ]
+    publish("soak_run", targets, figures)
+    with contextlib.suppress(OSError):
+        soak.close()
+    sys.exit(0 if all(target.met for target in targets) else 1)
+
+
+def _finite(found: Slope) -> Any:
+    return json.loads(json.dumps([round(part, 2) if math.isfinite(part) else None for part in found]))
+
+
+if __name__ == "__main__":
+    main()
