@@ -302,6 +302,22 @@ void forward(const Model* model, const Cache* cache, const Rows* rows, float* sc
     });
 }
 
+// Floats that `multiply` needs as scratch.
+int64_t multiply_floats(int depth, int threads) { return int64_t(threads) * PANEL * depth; }
+
+// One product alone, out[m][n] = x[m] . w[n], as a forward pass computes it: to test it and to measure it by itself.
+void multiply(int rows, const float* x, const float* w, int depth, int columns, float* out, float* scratch, int threads) {
+    Scratch s;
+    s.panels = scratch;
+    s.panel = int64_t(PANEL) * depth;
+    Team& team = Team::of_process();
+    team.run(threads, [&](int thread) {
+        Team::Round round(team, thread);
+        in_pieces(round, threads, s, rows, x, w, depth, columns,
+                  [&](int r, int n, vec v, int count) { put(out + int64_t(r) * columns + n, v, count); });
+    });
+}
+
 // Attention alone, for models whose other parts run in torch. query and out: [rows][heads][head_dim].
 void paged_attention(const Cache* cache, const Rows* rows, int layer, int heads, int window, float scale, float cap,
                      const float* query, float* scores, int context, float* out, int threads) {

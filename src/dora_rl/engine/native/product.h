@@ -15,6 +15,7 @@ constexpr int MR = 14;  // rows of a tile: with two vectors of columns each, the
 constexpr int MR = 6;
 #endif
 constexpr int PANEL = 2 * W;  // columns
+constexpr int FEW = 8;        // rows below which memory binds, by measurement
 constexpr int STEPS = 8;      // of k between two looks at what to fetch; every depth is a multiple
 
 // Memory that is wanted soon, fetched a little at a time.
@@ -38,13 +39,16 @@ static inline void exchange_all(vec* r) {
         for (int j = i; j < i + N; j++) exchange<N>(r[j], r[j + N], std::make_index_sequence<W>());
 }
 
-// panel[k][n] = w[n][k]; columns that are not there repeat the last one.
-static void turn(const float* w, int depth, int columns, float* panel, Ahead& ahead, int lines) {
+// panel[k][n] = w[n][k]; columns that are not there repeat the last one. Half a panel at a time: the machine follows
+// sixteen streams better than thirty-two.
+static void turn(const float* w, int depth, int columns, float* panel, Ahead& ahead, int lines, int near) {
     const float* column[PANEL];
     for (int n = 0; n < PANEL; n++) column[n] = w + int64_t(n < columns ? n : columns - 1) * depth;
-    for (int k = 0; k < depth; k += W)
-        for (int half = 0; half < PANEL; half += W) {
+    for (int half = 0; half < PANEL; half += W)
+        for (int k = 0; k < depth; k += W) {
             ahead.fetch(lines);
+            if (near && k + near < depth)
+                for (int i = 0; i < W; i++) __builtin_prefetch(column[half + i] + k + near, 0, 3);
             vec r[W];
             for (int i = 0; i < W; i++) r[i] = load(column[half + i] + k);
             exchange_all<1>(r);
@@ -114,14 +118,15 @@ static void product(int rows, const float* x, int64_t stride, const float* w, in
                     const float* next, Take take) {
     if (rows <= 0) return;
     const int tiles = (rows + MR - 1) / MR;
-    // Evenly over the time of a panel: turning it takes as long as some 13 rows, and fewer than 4 rows as long as 4.
-    const int lines = 200 / (13 + (rows < 4 ? 4 : rows)) + 1;
+    // With few rows, memory is what a panel waits for, and fetching just ahead of the reader keeps it busiest. With more,
+    // the next panel is fetched evenly over the time of this one: turning it takes as long as some 13 rows.
+    const int near = rows <= FEW ? 64 : 0, lines = rows <= FEW ? 0 : 200 / (13 + rows) + 1;
     for (int n = n0; n < n1; n += PANEL) {
         const int columns = n + PANEL < n1 ? PANEL : n1 - n;
         const bool more = n + columns < n1;
         const char* then = reinterpret_cast<const char*>(more ? w + int64_t(n + columns) * depth : next);
         Ahead ahead{then, then ? then + int64_t(more ? std::min(PANEL, n1 - n - columns) : PANEL) * depth * 4 : then};
-        turn(w + int64_t(n) * depth, depth, columns, panel, ahead, lines);
+        turn(w + int64_t(n) * depth, depth, columns, panel, ahead, lines, near);
         for (int t = 0, m = 0, size; t < tiles; t++, m += size) {
             size = (rows - m + tiles - t - 1) / (tiles - t);  // tiles as equal as can be
             vec out[MR][2];

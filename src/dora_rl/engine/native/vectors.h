@@ -17,7 +17,6 @@ typedef float vec __attribute__((vector_size(W * 4)));
 typedef int32_t ivec __attribute__((vector_size(W * 4)));
 typedef float vec_at __attribute__((vector_size(W * 4), aligned(4), may_alias));
 typedef float vec4 __attribute__((vector_size(16)));
-typedef float vec4_at __attribute__((vector_size(16), aligned(4), may_alias));
 
 static inline vec load(const float* p) { return *reinterpret_cast<const vec_at*>(p); }
 static inline void store(float* p, vec v) { *reinterpret_cast<vec_at*>(p) = v; }
