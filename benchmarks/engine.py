@@ -149,29 +149,29 @@ def against_generate(name: str, model: Any, kind: str, repeats: int) -> Figures:
     return raw, [at_least(f"{name}: {kind} lengths, times generate", target, ratio)]
 
 
-def against_vllm(name: str, model: Any, python: str, repeats: int, modes: list[str]) -> Figures:
+def against_vllm(name: str, model: Any, given: argparse.Namespace) -> Figures:
     """Both at each batch; ours is measured before, between and after its modes."""
-    fixed = SIZES[name][1]
+    fixed, batches = SIZES[name][1], [int(batch) for batch in given.batches.split(",")]
     engine = make_engine(model)
     ours: dict[str, list[float]] = {}
 
     def measure() -> None:
-        for batch in BATCHES:
+        for batch in batches:
             run = [run_engine(engine, requests([fixed] * batch)) for _ in range(2)]
             ours.setdefault(str(batch), []).extend(run)
 
     run_engine(engine, requests([4] * 8))
     measure()
     theirs = {}
-    for mode in modes:
-        arguments = [str(folder_of(name)), mode, str(fixed), ",".join(map(str, BATCHES)), str(repeats)]
-        theirs[mode] = _vllm([python, str(Path(__file__).parent / "vllm_peer.py"), *arguments])
+    for mode in given.vllm_modes.split(","):
+        arguments = [str(folder_of(name)), mode, str(fixed), given.batches, str(given.repeats)]
+        theirs[mode] = _vllm([given.vllm, str(Path(__file__).parent / "vllm_peer.py"), *arguments])
         say(f"{name}: vLLM {mode}: " + ", ".join(f"batch {batch} {spread(r)}" for batch, r in theirs[mode].items()))
         measure()
     say(f"{name}: ours: " + ", ".join(f"batch {batch} {spread(rates)}" for batch, rates in ours.items()))
     raw: dict[str, Any] = {"ours": ours, **{f"vllm {mode}": rates for mode, rates in theirs.items()}}
     targets = []
-    for batch in map(str, BATCHES):
+    for batch in map(str, batches):
         medians = {mode: statistics.median(rates[batch]) for mode, rates in theirs.items() if rates}
         if medians:
             fastest = max(medians, key=lambda mode: medians[mode])
@@ -260,6 +260,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--vllm-modes", default="eager,compiled")
+    parser.add_argument("--batches", default=",".join(map(str, BATCHES)), help="for the part vllm")
     given = parser.parse_args()
     models = {name: load(ModelConfig(path=str(folder_of(name)))).model for name in given.models.split(",")}
     figures = _known()
@@ -288,8 +289,7 @@ def _measure(part: str, name: str, model: Any, given: argparse.Namespace) -> Fig
     if part == "limits":
         return limits(name, model)
     if part == "vllm":
-        there = Path(given.vllm).exists()
-        return against_vllm(name, model, given.vllm, given.repeats, given.vllm_modes.split(",")) if there else None
+        return against_vllm(name, model, given) if Path(given.vllm).exists() else None
     return against_generate(name, model, part, given.repeats)
 
 

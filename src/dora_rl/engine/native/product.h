@@ -15,7 +15,7 @@ constexpr int MR = 14;  // rows of a tile: with two vectors of columns each, the
 constexpr int MR = 6;
 #endif
 constexpr int PANEL = 2 * W;  // columns
-constexpr int FEW = 8;        // rows below which memory binds, by measurement
+constexpr int FEW = 8;        // rows up to which memory binds, and a panel is not worth its buffer; by measurement
 constexpr int STEPS = 8;      // of k between two looks at what to fetch; every depth is a multiple
 
 // Memory that is wanted soon, fetched a little at a time.
@@ -39,24 +39,54 @@ static inline void exchange_all(vec* r) {
         for (int j = i; j < i + N; j++) exchange<N>(r[j], r[j + N], std::make_index_sequence<W>());
 }
 
-// panel[k][n] = w[n][k]; columns that are not there repeat the last one. Half a panel at a time: the machine follows
-// sixteen streams better than thirty-two.
-static void turn(const float* w, int depth, int columns, float* panel, Ahead& ahead, int lines, int near) {
-    const float* column[PANEL];
-    for (int n = 0; n < PANEL; n++) column[n] = w + int64_t(n < columns ? n : columns - 1) * depth;
+// r[i] = the numbers k + i of W columns.
+static inline void turned(const float* const* column, int k, vec* r) {
+    for (int i = 0; i < W; i++) r[i] = load(column[i] + k);
+    exchange_all<1>(r);
+    exchange_all<2>(r);
+    exchange_all<4>(r);
+    if constexpr (W == 16) exchange_all<8>(r);
+}
+
+// With few rows memory is what a panel waits for, and fetching just ahead of the reader keeps it busiest: further along
+// these columns, and from their ends at the start of the next ones.
+static inline void fetch_near(const float* const* column, int k, int depth) {
+    constexpr int NEAR = 64;
+    const int64_t to = k + NEAR < depth ? k + NEAR : k + NEAR + int64_t(W - 1) * depth;
+    for (int i = 0; i < W; i++) __builtin_prefetch(column[i] + to, 0, 3);
+}
+
+// panel[k][n] = w[n][k]. Half a panel at a time: the machine follows sixteen streams better than thirty-two.
+static void turn(const float* const* column, int depth, float* panel, Ahead& ahead, int lines) {
     for (int half = 0; half < PANEL; half += W)
         for (int k = 0; k < depth; k += W) {
             ahead.fetch(lines);
-            if (near && k + near < depth)
-                for (int i = 0; i < W; i++) __builtin_prefetch(column[half + i] + k + near, 0, 3);
             vec r[W];
-            for (int i = 0; i < W; i++) r[i] = load(column[half + i] + k);
-            exchange_all<1>(r);
-            exchange_all<2>(r);
-            exchange_all<4>(r);
-            if constexpr (W == 16) exchange_all<8>(r);
+            turned(column + half, k, r);
             for (int i = 0; i < W; i++) store(panel + int64_t(k + i) * PANEL + half, r[i]);
         }
+}
+
+// The products of few rows with W columns, straight from where they are turned.
+template <int ROWS>
+static void thin(const float* x, int64_t stride, const float* const* column, int depth, vec* out) {
+    vec sum[ROWS] = {};
+    for (int k = 0; k < depth; k += W) {
+        fetch_near(column, k, depth);
+        vec r[W];
+        turned(column, k, r);
+        for (int i = 0; i < W; i++)
+            for (int m = 0; m < ROWS; m++) sum[m] += all(x[m * stride + k + i]) * r[i];
+    }
+    for (int m = 0; m < ROWS; m++) out[m] = sum[m];
+}
+
+static void thin_rows(int rows, const float* x, int64_t stride, const float* const* column, int depth, vec* out) {
+    switch (rows) {
+#define CASE(R) case R: return thin<R>(x, stride, column, depth, out);
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
+#undef CASE
+    }
 }
 
 template <int ROWS>
@@ -118,21 +148,30 @@ static void product(int rows, const float* x, int64_t stride, const float* w, in
                     const float* next, Take take) {
     if (rows <= 0) return;
     const int tiles = (rows + MR - 1) / MR;
-    // With few rows, memory is what a panel waits for, and fetching just ahead of the reader keeps it busiest. With more,
-    // the next panel is fetched evenly over the time of this one: turning it takes as long as some 13 rows.
-    const int near = rows <= FEW ? 64 : 0, lines = rows <= FEW ? 0 : 200 / (13 + rows) + 1;
+    // The next panel is fetched evenly over the time of this one: turning it takes as long as some 13 rows.
+    const int lines = 200 / (13 + rows) + 1;
     for (int n = n0; n < n1; n += PANEL) {
-        const int columns = n + PANEL < n1 ? PANEL : n1 - n;
-        const bool more = n + columns < n1;
-        const char* then = reinterpret_cast<const char*>(more ? w + int64_t(n + columns) * depth : next);
-        Ahead ahead{then, then ? then + int64_t(more ? std::min(PANEL, n1 - n - columns) : PANEL) * depth * 4 : then};
-        turn(w + int64_t(n) * depth, depth, columns, panel, ahead, lines, near);
+        const int columns = std::min(PANEL, n1 - n);
+        const float* column[PANEL];  // those that are not there repeat the last one
+        for (int i = 0; i < PANEL; i++) column[i] = w + int64_t(n + std::min(i, columns - 1)) * depth;
+        if (rows <= FEW) {
+            for (int at = 0; at < columns; at += W) {
+                vec out[FEW];
+                thin_rows(rows, x, stride, column + at, depth, out);
+                for (int m = 0; m < rows; m++) take(m, n + at, out[m], std::min(W, columns - at));
+            }
+            continue;
+        }
+        const int left = n1 - n - columns;
+        const char* then = reinterpret_cast<const char*>(left > 0 ? w + int64_t(n + columns) * depth : next);
+        Ahead ahead{then, then ? then + std::min(PANEL, left > 0 ? left : PANEL) * int64_t(depth) * 4 : then};
+        turn(column, depth, panel, ahead, lines);
         for (int t = 0, m = 0, size; t < tiles; t++, m += size) {
             size = (rows - m + tiles - t - 1) / (tiles - t);  // tiles as equal as can be
             vec out[MR][2];
             tile_rows(size, x + m * stride, stride, panel, depth, out, ahead, lines);
             for (int i = 0; i < size; i++) {
-                take(m + i, n, out[i][0], columns < W ? columns : W);
+                take(m + i, n, out[i][0], std::min(W, columns));
                 if (columns > W) take(m + i, n + W, out[i][1], columns - W);
             }
         }
