@@ -41,6 +41,7 @@ BATCHES = (1, 8, 32, 64)
 # Requests of the long-tailed run, and tokens of a response at fixed lengths. `generate` needs half a second for a step
 # of SmolLM2, and 1,024 of them for a batch.
 SIZES = {"3m": (256, 128), "smollm2": (64, 32)}
+VLLM_SECONDS = 600  # loading and compiling included
 LONG_TAILED_TARGET = {"3m": 6.0, "smollm2": 4.0}
 PARTS = ("migration", "slots", "limits", "fixed", "vllm", "long-tailed")
 
@@ -172,7 +173,7 @@ def against_vllm(name: str, model: Any, given: argparse.Namespace) -> Figures:
     raw: dict[str, Any] = {"ours": ours, **{f"vllm {mode}": rates for mode, rates in theirs.items()}}
     targets = []
     for batch in map(str, batches):
-        medians = {mode: statistics.median(rates[batch]) for mode, rates in theirs.items() if rates}
+        medians = {mode: statistics.median(rates[batch]) for mode, rates in theirs.items() if batch in rates}
         if medians:
             fastest = max(medians, key=lambda mode: medians[mode])
             raw.setdefault("fastest mode of vllm", {})[batch] = fastest
@@ -190,13 +191,16 @@ def _vllm(command: list[str]) -> dict[str, list[float]]:
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=800)
-    for line in done.stdout.splitlines():
-        if line.startswith("RATES "):
-            found: dict[str, list[float]] = json.loads(line[6:])
-            return found
-    say(f"vLLM gave nothing: {done.stderr[-600:]}")
-    return {}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=VLLM_SECONDS)
+        said, wrong = done.stdout, done.stderr
+    except subprocess.TimeoutExpired as late:  # the batches that it has done still count
+        said, wrong = (late.stdout or b"").decode(), f"not done after {VLLM_SECONDS} s"
+    lines = [line[6:] for line in said.splitlines() if line.startswith("RATES ")]
+    if not lines or wrong.startswith("not done"):
+        say(f"vLLM: {wrong[-600:]}")
+    rates: dict[str, list[float]] = json.loads(lines[-1]) if lines else {}
+    return rates
 
 
 def migration(model: Any, repeats: int) -> Figures:
