@@ -196,7 +196,8 @@ def _vllm(command: list[str]) -> dict[str, list[float]]:
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=VLLM_SECONDS)
         said, wrong = done.stdout, done.stderr
     except subprocess.TimeoutExpired as late:  # the batches that it has done still count
-        said, wrong = (late.stdout or b"").decode(), f"not done after {VLLM_SECONDS} s"
+        out = late.stdout or b""
+        said, wrong = out.decode() if isinstance(out, bytes) else out, f"not done after {VLLM_SECONDS} s"
     lines = [line[6:] for line in said.splitlines() if line.startswith("RATES ")]
     if not lines or wrong.startswith("not done"):
         say(f"vLLM: {wrong[-600:]}")
