@@ -1,12 +1,14 @@
-"""The engine against `transformers` generate and vLLM on the CPU, what a migration costs, and what a second slot costs.
+"""The engine against `transformers` generate and vLLM on the CPU, what a migration and a second slot cost, and limits.
 
-    python -m benchmarks.engine [--models 3m,smollm2] [--vllm PYTHON] [--repeats 3]
+    python -m benchmarks.engine [--models 3m,smollm2] [--parts ...] [--vllm PYTHON] [--repeats 3]
 
-All in one run, ours and theirs alternating; ratios are of medians. Everybody samples at temperature 1 in float32 from
-the same weights, with prompts of 16 tokens and as many threads as there are cores. Long-tailed lengths are lognormal
-with median 64, cut at 1,024, with at least one of 1,024. `generate` gets batches of 64 that run until their longest is
-done, as it works; only wanted tokens count. vLLM runs in a Python of its own (`make vllm`), eager and compiled; the
-better of the two counts at each batch.
+All in one run, ours and theirs alternating; ratios are of medians, and the spread of everybody's runs stands in the
+results. Everybody samples at temperature 1 in float32 from the same weights, with prompts of 16 tokens and as many
+threads as there are cores. Long-tailed lengths are lognormal with median 64, cut at 1,024, with at least one of 1,024;
+`generate` gets batches of 64 that run until their longest is done, as it works; only wanted tokens count. vLLM runs in
+a Python of its own (see the Makefile), eager and compiled; the faster of the two counts at each batch.
+
+A part or model that is not measured keeps its last figures, so a run can be made in pieces.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import statistics
 import subprocess
 import time
@@ -23,6 +26,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.engine_limits import shares
+from benchmarks.report import RESULTS, Target, at_least, at_most, publish
 from benchmarks.smollm2 import ensure
 from dora_rl.engine.config import EngineConfig
 from dora_rl.engine.engine import Engine
@@ -30,16 +35,27 @@ from dora_rl.engine.requests import Request, Sampling
 from dora_rl.models.loading import ModelConfig, load
 from dora_rl.models.sources import MemoryWeights
 
-RESULTS = Path(__file__).parent / "results" / "engine.json"
 CACHE = Path(".cache")
 PROMPT = 16
 BATCHES = (1, 8, 32, 64)
 # Requests of the long-tailed run, and tokens of a response at fixed lengths. `generate` needs half a second for a step
 # of SmolLM2, and 1,024 of them for a batch.
-SIZES = {"3m": (256, 128), "smollm2": (64, 32)}
+SIZES = {"3m": (128, 128), "smollm2": (64, 32)}
+VLLM_SECONDS = 600  # loading and compiling included
 LONG_TAILED_TARGET = {"3m": 6.0, "smollm2": 4.0}
+PARTS = ("migration", "slots", "limits", "fixed", "vllm", "long-tailed")
 
-Target = dict[str, Any]
+Figures = tuple[dict[str, Any], list[Target]]
+_started = time.perf_counter()
+
+
+def say(text: str) -> None:
+    """Progress, with the seconds since the start."""
+    print(f"[{time.perf_counter() - _started:5.0f} s] {text}", flush=True)
+
+
+def spread(rates: list[float]) -> str:
+    return f"{statistics.median(rates):.1f} ({min(rates):.1f} to {max(rates):.1f})"
 
 
 def folder_of(name: str) -> Path:
@@ -113,7 +129,7 @@ def run_generate(model: Any, some: list[Request]) -> float:
     return wanted / (time.perf_counter() - start)
 
 
-def against_generate(name: str, model: Any, kind: str, repeats: int) -> tuple[dict[str, Any], list[Target]]:
+def against_generate(name: str, model: Any, kind: str, repeats: int) -> Figures:
     """Fixed lengths, or long-tailed ones (those once: minutes long as it is)."""
     count, fixed = SIZES[name]
     random = np.random.default_rng(0)
@@ -125,37 +141,45 @@ def against_generate(name: str, model: Any, kind: str, repeats: int) -> tuple[di
     ours, theirs = [], []
     for _ in range(repeats if kind == "fixed" else 1):
         ours.append(run_engine(engine, requests(lengths)))
+        say(f"{name} {kind}: ours {ours[-1]:.1f} tokens/s")
         theirs.append(run_generate(model, requests(lengths)))
+        say(f"{name} {kind}: generate {theirs[-1]:.1f} tokens/s")
+    if kind == "fixed":
+        ours.append(run_engine(engine, requests(lengths)))
     ratio = statistics.median(ours) / statistics.median(theirs)
     raw = {"requests": len(lengths), "tokens": sum(lengths), "ours": ours, "generate": theirs}
-    return raw, [{"name": f"{name}: {kind} lengths, times generate", "target": target, "value": ratio}]
+    return raw, [at_least(f"{name}: {kind} lengths, times generate", target, ratio)]
 
 
-def against_vllm(
-    name: str, model: Any, python: str, repeats: int, kinds: list[str]
-) -> tuple[dict[str, Any], list[Target]]:
-    fixed = SIZES[name][1]
+def against_vllm(name: str, model: Any, given: argparse.Namespace) -> Figures:
+    """Both at each batch; ours is measured before, between and after its modes."""
+    fixed, batches = SIZES[name][1], [int(batch) for batch in given.batches.split(",")]
     engine = make_engine(model)
     ours: dict[str, list[float]] = {}
 
     def measure() -> None:
-        for batch in BATCHES:
-            rate = run_engine(engine, requests([fixed] * batch))
-            ours.setdefault(str(batch), []).append(rate)
+        for batch in batches:
+            run = [run_engine(engine, requests([fixed] * batch)) for _ in range(2)]
+            ours.setdefault(str(batch), []).extend(run)
 
     run_engine(engine, requests([4] * 8))
     measure()
-    modes = {}
-    for mode in kinds:
-        arguments = [str(folder_of(name)), mode, str(fixed), ",".join(map(str, BATCHES)), str(repeats)]
-        modes[mode] = _vllm([python, str(Path(__file__).parent / "vllm_peer.py"), *arguments])
+    theirs = {}
+    for mode in given.vllm_modes.split(","):
+        arguments = [str(folder_of(name)), mode, str(fixed), given.batches, str(given.repeats)]
+        theirs[mode] = _vllm([given.vllm, str(Path(__file__).parent / "vllm_peer.py"), *arguments])
+        say(f"{name}: vLLM {mode}: " + ", ".join(f"batch {batch} {spread(r)}" for batch, r in theirs[mode].items()))
         measure()
-    raw = {"ours": ours, **{f"vllm {mode}": rates for mode, rates in modes.items()}}
+    say(f"{name}: ours: " + ", ".join(f"batch {batch} {spread(rates)}" for batch, rates in ours.items()))
+    raw: dict[str, Any] = {"ours": ours, **{f"vllm {mode}": rates for mode, rates in theirs.items()}}
     targets = []
-    for batch in map(str, BATCHES):
-        best = max(statistics.median(rates[batch]) for rates in modes.values() if rates)
-        ratio = statistics.median(ours[batch]) / best
-        targets.append({"name": f"{name}: batch {batch}, times vLLM", "target": 1.0, "value": ratio})
+    for batch in map(str, batches):
+        medians = {mode: statistics.median(rates[batch]) for mode, rates in theirs.items() if batch in rates}
+        if medians:
+            fastest = max(medians, key=lambda mode: medians[mode])
+            raw.setdefault("fastest mode of vllm", {})[batch] = fastest
+            ratio = statistics.median(ours[batch]) / medians[fastest]
+            targets.append(at_least(f"{name}: batch {batch}, times vLLM", 1.0, ratio))
     return raw, targets
 
 
@@ -168,16 +192,20 @@ def _vllm(command: list[str]) -> dict[str, list[float]]:
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=800)
-    for line in done.stdout.splitlines():
-        if line.startswith("RATES "):
-            found: dict[str, list[float]] = json.loads(line[6:])
-            return found
-    print(f"vLLM gave nothing: {done.stderr[-600:]}")
-    return {}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=VLLM_SECONDS)
+        said, wrong = done.stdout, done.stderr
+    except subprocess.TimeoutExpired as late:  # the batches that it has done still count
+        out = late.stdout or b""
+        said, wrong = out.decode() if isinstance(out, bytes) else out, f"not done after {VLLM_SECONDS} s"
+    lines = [line[6:] for line in said.splitlines() if line.startswith("RATES ")]
+    if not lines or wrong.startswith("not done"):
+        say(f"vLLM: {wrong[-600:]}")
+    rates: dict[str, list[float]] = json.loads(lines[-1]) if lines else {}
+    return rates
 
 
-def migration(model: Any, repeats: int) -> tuple[dict[str, Any], list[Target]]:
+def migration(model: Any, repeats: int) -> Figures:
     """Moving a request with 1,024 tokens of context by shared memory, against computing them again."""
     engines = [make_engine(model) for _ in range(2)]
     again, move = [], []
@@ -202,11 +230,11 @@ def migration(model: Any, repeats: int) -> tuple[dict[str, Any], list[Target]]:
             engines[1].step()
         assert engines[1].stats.prefilled == before
     share = statistics.median(move) / statistics.median(again)
-    target = {"name": "smollm2: moving 1,024 tokens, share of prefilling them", "target": 0.1, "value": share}
-    return {"prefill_s": again, "move_s": move}, [target | {"below": True}]
+    target = at_most("smollm2: moving 1,024 tokens, share of prefilling them", 0.1, share)
+    return {"prefill_s": again, "move_s": move}, [target]
 
 
-def slots(name: str, model: Any, repeats: int) -> tuple[dict[str, Any], list[Target]]:
+def slots(name: str, model: Any, repeats: int) -> Figures:
     """64 requests of one version against 32 + 32 of two on one engine."""
     one, two = make_engine(model), make_engine(model, slots=2)
     lengths = [SIZES[name][1]] * 64
@@ -215,38 +243,20 @@ def slots(name: str, model: Any, repeats: int) -> tuple[dict[str, Any], list[Tar
         single.append(run_engine(one, requests(lengths)))
         double.append(run_engine(two, requests(lengths, versions=2)))
     ratio = statistics.median(double) / statistics.median(single)
-    target = {"name": f"{name}: two versions, share of one version's tokens/s", "target": 0.8, "value": ratio}
-    return {"one": single, "two": double}, [target]
+    return {"one": single, "two": double}, [at_least(f"{name}: two versions, share of one's tokens/s", 0.8, ratio)]
 
 
-def limits(models: dict[str, Any]) -> dict[str, Any]:
-    """What the machine can do, and which share of it is reached at batch 64 (FLOPs) and at batch 1 (bandwidth)."""
-    a, b = torch.randn(1536, 1536), torch.randn(1536, 1536)
-    flops = max(2 * 1536**3 / _seconds(lambda: a @ b) for _ in range(10))
-    x, y = torch.randn(1 << 25), torch.randn(1 << 25)
-    out = torch.empty_like(x)
-    triad = max(3 * x.nbytes / _seconds(lambda: torch.add(x, y, alpha=2.0, out=out)) for _ in range(6))
-    shares = {}
-    for name, model in models.items():
-        engine = make_engine(model)
-        # An embedding is looked up, not multiplied, unless it is the head too.
-        tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
-        weights = sum(p.numel() for p in model.parameters()) - (
-            0 if tied else model.get_input_embeddings().weight.numel()
+def limits(name: str, model: Any) -> Figures:
+    """Shares of the machine's limits that a decode step reaches, and what binds."""
+    found = shares(model, make_engine(model), requests, BATCHES)
+    say(f"{name} limits: " + ", ".join(f"{key} {value:.1f}" for key, value in found["limits"].items()))
+    for batch, one in found["batches"].items():
+        say(
+            f"{name} batch {batch}: a step takes {one['step_ms']:.2f} ms, its products {one['products_ms']:.2f} "
+            f"(torch {one['products_by_torch_ms']:.2f}); share of FLOPs {one['flop_share']:.2f}, "
+            f"of bandwidth {one['bandwidth_share']:.2f}; binds: {one['binds']}"
         )
-        wide = max(run_engine(engine, requests([SIZES[name][1]] * 64)) for _ in range(2))
-        narrow = max(run_engine(engine, requests([SIZES[name][1]])) for _ in range(2))
-        shares[name] = {
-            "flops_share_at_64": 2 * weights * wide / flops,
-            "bandwidth_share_at_1": 4 * weights * narrow / triad,
-        }
-    return {"gemm_gflops": flops / 1e9, "triad_gb_s": triad / 1e9, "shares": shares}
-
-
-def _seconds(call: Any) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+    return found, []
 
 
 def main() -> None:
@@ -254,44 +264,54 @@ def main() -> None:
     parser.add_argument("--models", default="3m,smollm2")
     parser.add_argument("--vllm", default=".venv-vllm/bin/python", help="a Python that has vllm; skipped if not there")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--parts", default="migration,slots,vllm,limits,fixed,long-tailed")
+    parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--vllm-modes", default="eager,compiled")
+    parser.add_argument("--batches", default=",".join(map(str, BATCHES)), help="for the part vllm")
     given = parser.parse_args()
-    parts = given.parts.split(",")
     models = {name: load(ModelConfig(path=str(folder_of(name)))).model for name in given.models.split(",")}
-    # Parts and models that are not measured now keep their last figures; a ratio is always of one run.
-    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"targets": []}
-    targets: list[Target] = known.pop("targets")
-    raw: dict[str, Any] = known | {"threads": torch.get_num_threads(), "cores": os.cpu_count()}
-
-    def note(key: str, result: tuple[dict[str, Any], list[Target]]) -> None:
-        raw[key] = result[0]
-        for target in result[1]:
-            below = target.pop("below", False)
-            met = target["value"] <= target["target"] if below else target["value"] >= target["target"]
-            targets[:] = [one for one in targets if one["name"] != target["name"]]
-            targets.append(target | {"met": bool(met)})
-            sign = "at most" if below else "at least"
-            print(
-                f"{target['name']:58} {target['value']:8.3f}  {sign} {target['target']}  {'met' if met else 'MISSED'}"
-            )
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(json.dumps({"targets": targets, **raw}, indent=1) + "\n")
-
-    if "migration" in parts and "smollm2" in models:
-        note("migration", migration(models["smollm2"], given.repeats))
-    for name, model in models.items():
-        if "slots" in parts:
-            note(f"{name} slots", slots(name, model, given.repeats))
-        if "vllm" in parts and Path(given.vllm).exists():
-            note(f"{name} vllm", against_vllm(name, model, given.vllm, given.repeats, given.vllm_modes.split(",")))
-    if "limits" in parts:
-        note("limits", (limits(models), []))
-        print(json.dumps(raw["limits"], indent=1))
-    for kind in ("fixed", "long-tailed"):
+    figures = _known()
+    targets = {target["name"]: Target(**target) for target in figures.pop("targets", [])}
+    figures |= {"threads": torch.get_num_threads(), "cores": os.cpu_count(), "processor": _processor()}
+    for part in given.parts.split(","):
         for name, model in models.items():
-            if kind in parts:
-                note(f"{name} {kind}", against_generate(name, model, kind, given.repeats))
+            measured = _measure(part, name, model, given)
+            if measured is None:
+                continue
+            figures[f"{name} {part}"] = measured[0]
+            targets |= {target.name: target for target in measured[1]}
+            for target in measured[1]:
+                say(f"{target.name}: {target.value:.3f}, aim {target.target}, {'met' if target.met else 'MISSED'}")
+            publish("engine", list(targets.values()), figures, quiet=True)
+    publish("engine", list(targets.values()), figures)
+
+
+def _measure(part: str, name: str, model: Any, given: argparse.Namespace) -> Figures | None:
+    """One part for one model; None where there is nothing to measure."""
+    say(f"{name}: {part}")
+    if part == "migration":
+        return migration(model, given.repeats) if name == "smollm2" else None
+    if part == "slots":
+        return slots(name, model, given.repeats)
+    if part == "limits":
+        return limits(name, model)
+    if part == "vllm":
+        return against_vllm(name, model, given) if Path(given.vllm).exists() else None
+    return against_generate(name, model, part, given.repeats)
+
+
+def _known() -> dict[str, Any]:
+    path = RESULTS / "engine.json"
+    known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    known.pop("python", None)
+    return known
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(": ", 1)[1] for line in lines if line.startswith("model name")), "")
 
 
 if __name__ == "__main__":

@@ -32,14 +32,21 @@ def at_least(name: str, limit: float, value: float) -> Target:
     return Target(name=name, target=f">= {limit:g}", value=round(value, 4), met=value >= limit)
 
 
-def publish(name: str, targets: list[Target], figures: dict[str, Any]) -> None:
-    """Print the targets as a table and write them with the raw figures."""
+def publish(name: str, targets: list[Target], figures: dict[str, Any], *, quiet: bool = False) -> None:
+    """Print the targets as a table, unless quiet, and write them with the raw figures."""
+    _write(name, targets, figures)
+    if quiet:
+        return
     table = Table(title=f"{name}: targets")
     for column in ("target", "aim", "value", "met"):
         table.add_column(column, justify="left" if column == "target" else "right")
     for target in targets:
         table.add_row(target.name, target.target, f"{target.value:g}", "yes" if target.met else "[red]NO")
     Console().print(table)
+    Console().print(f"written: benchmarks/results/{name}.json")
+
+
+def _write(name: str, targets: list[Target], figures: dict[str, Any]) -> None:
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     content = {
@@ -48,4 +55,3 @@ def publish(name: str, targets: list[Target], figures: dict[str, Any]) -> None:
         **figures,
     }
     path.write_text(json.dumps(content, indent=2) + "\n")
-    Console().print(f"written: benchmarks/results/{path.name}")

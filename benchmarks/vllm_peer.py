@@ -1,6 +1,7 @@
 """vLLM on the CPU, in an environment of its own: tokens/s at fixed lengths. Started by benchmarks.engine.
 
-argv: model folder, eager or compiled, tokens of a response, comma-separated batches, repeats. Prints one JSON line.
+argv: model folder, eager or compiled, tokens of a response, comma-separated batches, repeats. Prints a JSON line
+after each batch, with all rates so far.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def main() -> None:
             made = sum(len(one.outputs[0].token_ids) for one in done)
             if repeat:  # the first one warms up
                 rates.setdefault(str(batch), []).append(made / seconds)
-    print("RATES " + json.dumps(rates), flush=True)
+        print("RATES " + json.dumps(rates), flush=True)
 
 
 if __name__ == "__main__":

@@ -114,9 +114,13 @@ def test_each_token_follows_from_seed_trajectory_and_position(kernels: str) -> N
 @pytest.mark.parametrize("kernels", ["native", "torch"])
 def test_routed_experts_are_those_of_the_forward_pass(kernels: str) -> None:
     made = tiny.model("qwen3_moe")
-    prompt = tiny.prompts(1)[0]
-    request = Request(trajectory=0, version=0, prompt=prompt, sampling=Sampling(max_tokens=9), record_experts=True)
-    listener = tiny.run(tiny.engine(made, kernels=kernels), [request])
+    prompt, sampling = tiny.prompts(1)[0], Sampling(max_tokens=9)
+    # The first sibling wants no experts; the third takes the prompt from the second.
+    siblings = [
+        Request(trajectory=i, version=0, prompt=prompt, sampling=sampling, record_experts=i != 2) for i in (2, 0, 1)
+    ]
+    engine = tiny.engine(made, kernels=kernels, max_requests=1, prefill_chunk=5)
+    listener = tiny.run(engine, siblings)
     found = np.concatenate(listener.experts[0])
     seen: list[torch.Tensor] = []
     routers = [module for module in made.modules() if type(module).__name__.endswith("TopKRouter")]
@@ -125,6 +129,10 @@ def test_routed_experts_are_those_of_the_forward_pass(kernels: str) -> None:
         made(torch.tensor([prompt + listener.said[0].tokens]))
     for hook in hooks:
         hook.remove()
-    expected = torch.stack(seen, dim=1)[len(prompt) - 1 : -1].numpy()
+    expected = torch.stack(seen, dim=1)[:-1].numpy()
+    found = np.concatenate([listener.prompt_experts[0], found])
     assert found.shape == expected.shape
     assert (np.sort(found, -1) == np.sort(expected, -1)).all()
+    assert engine.stats.shared == len(prompt) - 1
+    assert (listener.prompt_experts[1] == listener.prompt_experts[0]).all()
+    assert set(listener.prompt_experts) == {0, 1}

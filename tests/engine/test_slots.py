@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -163,6 +164,28 @@ def test_in_flight_update_changes_the_version_and_counts_the_recomputation() -> 
     assert set(versions) == {0, 1}
     assert engine.stats.reprefilled > 0
     assert {one.tokens for one in listener.finished.values()} == {25}
+
+
+def test_a_prompt_computed_under_other_weights_is_never_found() -> None:
+    prompt, sampling = tiny.prompts(1, seed=4, longest=50)[0] * 2, Sampling(max_tokens=9)
+    siblings = [Request(trajectory=i, version=0, prompt=prompt, sampling=sampling) for i in range(3)]
+    engine = tiny.engine(tiny.model("llama"), weights=two_versions(), max_requests=1, prefill_chunk=128)
+    for request in siblings:
+        engine.submit(request)
+    listener = Listener()
+    listener.hear(engine.step())
+    scheduler, waiting = engine._scheduler, engine._sequences[2]
+    before = scheduler._key(waiting)
+    assert scheduler.prompts.blocks(before), "the siblings' prompt is computed and held for those who wait"
+    engine.load(0, 1, in_flight=True)
+    engine.wait_for_loads()
+    after = scheduler._key(waiting)
+    assert before != after
+    assert not scheduler.prompts.blocks(after)
+    assert not scheduler.prompts.blocks(before)
+    fresh = tiny.engine(tiny.model("llama"), weights=two_versions(), versions=(1,))
+    expected = tiny.run(fresh, [msgspec.structs.replace(siblings[2], version=1)]).said[2]
+    assert listener.run(engine).said[2] == expected
 
 
 def test_all_time_has_a_label() -> None:

@@ -117,6 +117,7 @@ class Listener:
         self.said: dict[int, Said] = {}
         self.finished: dict[int, Finished] = {}
         self.experts: dict[int, list[Any]] = {}
+        self.prompt_experts: dict[int, Any] = {}
         self.events: list[Any] = []
 
     def hear(self, output: StepOutput) -> None:
@@ -128,6 +129,9 @@ class Listener:
                 before.logprobs + part.logprobs,
                 before.model_logprobs + part.model_logprobs,
             )
+            if part.prompt_experts is not None:
+                assert part.start == 0
+                self.prompt_experts[part.trajectory] = part.prompt_experts
             if part.experts is not None:
                 self.experts.setdefault(part.trajectory, []).append(part.experts)
         for one in output.finished:

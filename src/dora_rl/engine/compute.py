@@ -43,6 +43,8 @@ def compute(
     record = any(sequence.request.record_experts for sequence in batch.sequences)
     logits = runner.forward(batch.rows, threads, record)
     again = scheduler.stats.reprefilled
+    if record:
+        _keep_experts(runner.experts(), decoded, chunks)
     for sequence, count in chunks:
         scheduler.prefilled(sequence, count)
     again = scheduler.stats.reprefilled - again
@@ -62,6 +64,14 @@ def compute(
     look, ended = batch.notable(rows)
     prefilled = sum(count for _, count in chunks)
     return Pass(Work(decoded, prefilled - again, again), look, ended)
+
+
+def _keep_experts(experts: npt.NDArray[np.int16], start: int, chunks: list[tuple[Sequence, int]]) -> None:
+    """Those of the prompts' rows, which stand behind the decoding ones."""
+    for sequence, count in chunks:
+        if sequence.request.record_experts and experts.size:
+            sequence.keep_experts(experts[start : start + count])
+        start += count
 
 
 def _lay_rows(batch: Batch, chunks: list[tuple[Sequence, int]]) -> list[Sequence]:

@@ -368,6 +368,7 @@ class Engine:
     def _report(self, sequence: Sequence, flushed: Flushed) -> None:
         if not len(flushed.tokens):
             return
+        recorded = sequence.prompt_experts if sequence.reported == 0 else None
         self._tokens.append(
             Tokens(
                 trajectory=sequence.request.trajectory,
@@ -378,6 +379,7 @@ class Engine:
                 logprobs=tuple(flushed.logprobs.tolist()),
                 model_logprobs=tuple(flushed.model_logprobs.tolist()),
                 experts=flushed.experts if sequence.request.record_experts else None,
+                prompt_experts=None if recorded is None else recorded.copy(),
             )
         )
         sequence.reported += len(flushed.tokens)

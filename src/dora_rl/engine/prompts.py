@@ -8,7 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from dora_rl.engine.blocks import BlockPool
@@ -20,13 +20,15 @@ class PromptKey(NamedTuple):
 
     slot: int
     load: int
+    records: bool
+    """Experts are recorded: those who want them share with each other only."""
     tokens: tuple[int, ...]
 
 
 class SharedPrompt:
     """One prompt and who waits for it."""
 
-    __slots__ = ("blocks", "donor", "waiting")
+    __slots__ = ("blocks", "donor", "experts", "waiting")
 
     def __init__(self) -> None:
         self.waiting = 0
@@ -35,6 +37,8 @@ class SharedPrompt:
         """Computes the prompt now."""
         self.blocks: list[int] | None = None
         """Held here once computed."""
+        self.experts: Any = None
+        """Those that the prompt's tokens went through, if recorded."""
 
 
 class SharedPrompts:
@@ -70,6 +74,11 @@ class SharedPrompts:
         entry = self._entries.get(key)
         return None if entry is None else entry.blocks
 
+    def experts(self, key: PromptKey) -> Any:
+        """The experts of the computed prompt, if recorded."""
+        entry = self._entries.get(key)
+        return None if entry is None else entry.experts
+
     def begin(self, key: PromptKey, donor: Sequence) -> None:
         """This request computes the prompt for all."""
         entry = self._entries.get(key)
@@ -82,6 +91,7 @@ class SharedPrompts:
         if entry is not None and entry.donor is donor and entry.blocks is None:
             self._pool.share(blocks)
             entry.blocks = blocks
+            entry.experts = donor.prompt_experts
             entry.donor = None
 
     def lost(self, key: PromptKey, donor: Sequence) -> None:

@@ -99,6 +99,8 @@ class Tokens(Record, frozen=True, kw_only=True):
     """Under the model at this temperature, with no bias and nothing truncated (temperature 1 where it is 0)."""
     experts: Any = None
     """int16 array [tokens, layers, experts used]: the experts of the forward pass that gave each token its logits."""
+    prompt_experts: Any = None
+    """With the first tokens of a response: the same for its prompt but the last token, -1 where not computed here."""
 
 
 class Finished(Record, frozen=True, kw_only=True):

@@ -229,6 +229,7 @@ class Scheduler:
             self.pool.share(shared)
             sequence.blocks = list(shared)
             sequence.computed = sequence.prompt_length - 1
+            sequence.prompt_experts = self.prompts.experts(key)
             self.stats.shared += sequence.computed
         else:
             self.prompts.begin(key, sequence)
@@ -344,7 +345,8 @@ class Scheduler:
             sequence.host = sequence.keep_alive = None
 
     def _key(self, sequence: Sequence) -> PromptKey:
-        return PromptKey(sequence.slot, self.loads[sequence.slot], sequence.request.prompt)
+        request = sequence.request
+        return PromptKey(sequence.slot, self.loads[sequence.slot], request.record_experts, request.prompt)
 
     def check(self) -> None:
         """Every block, host byte and row is accounted for."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +31,7 @@ class Sequence:
         "known",
         "length",
         "limit",
+        "prompt_experts",
         "prompt_length",
         "reported",
         "request",
@@ -62,6 +64,8 @@ class Sequence:
         self.host: torch.Tensor | None = None
         self.keep_alive: Any = None
         """Owner of the memory under `host`, where that is not the tensor itself."""
+        self.prompt_experts: npt.NDArray[np.int16] | None = None
+        """[prompt - 1, layers, experts used], -1 where not recorded; None if nothing was."""
         self.row = -1
         """Row in the batch of its slot, or -1."""
 
@@ -73,6 +77,13 @@ class Sequence:
     def response(self) -> Any:
         """The response so far."""
         return self.tokens[self.prompt_length : self.length]
+
+    def keep_experts(self, experts: npt.NDArray[np.int16]) -> None:
+        """The experts of the tokens that are computed next; those of the prompt but its last token are kept."""
+        if self.prompt_experts is None:
+            self.prompt_experts = np.full((self.prompt_length - 1, *experts.shape[1:]), -1, dtype=np.int16)
+        kept = self.prompt_experts[self.computed : self.computed + len(experts)]
+        kept[:] = experts[: len(kept)]
 
     def forget_kv(self) -> None:
         """Its KV is gone; it will be computed again from the tokens."""

@@ -26,6 +26,10 @@ struct Rows {
     int16_t* routed;           // [count][layers][experts_used], or null
 };
 
+static inline void fetch(const float* from, int floats) {
+    for (int i = 0; i < floats; i += 16) __builtin_prefetch(from + i, 0, 3);
+}
+
 // Attention of one query row for the query heads of one kv head, over the tokens [first, last] of its sequence.
 template <int DV>
 static void attend(const Cache& cache, int layer, const int32_t* table, int first, int last, int kv_head, int group,
@@ -33,8 +37,16 @@ static void attend(const Cache& cache, int layer, const int32_t* table, int firs
     const int size = DV * W, bs = cache.block_size, stride = cache.kv_heads * size, count = last - first + 1;
     for (int t = first; t <= last;) {
         int in_block = t % bs, n = bs - in_block < last + 1 - t ? bs - in_block : last + 1 - t;
-        const float* key = cache.at(table[t / bs], layer, 0) + int64_t(in_block) * stride + kv_head * size;
+        const int64_t offset = int64_t(in_block) * stride + kv_head * size;
+        const float* key = cache.at(table[t / bs], layer, 0) + offset;
+        const float* value = cache.at(table[t / bs], layer, 1) + offset;
+        const float* next = t + n <= last ? cache.at(table[t / bs + 1], layer, 0) + kv_head * size : key;
         for (int j = 0; j < n; j += 4) {
+            // A head's part of a token is too short for the machine to guess where the next one lies.
+            for (int i = j; i < j + 4; i++) {
+                fetch(next + int64_t(i) * stride, size);
+                fetch(value + int64_t(i) * stride, size);
+            }
             const float* k[4];
             for (int i = 0; i < 4; i++) k[i] = key + int64_t(j + (j + i < n ? i : 0)) * stride;
             for (int g = 0; g < group; g++) {

@@ -88,6 +88,10 @@ def declare(library: c.CDLL) -> c.CDLL:
     library.scratch_floats.argtypes = [c.POINTER(Model), c.c_int, c.c_int, c.c_int]
     library.forward.restype = None
     library.forward.argtypes = [c.POINTER(Model), c.POINTER(Cache), c.POINTER(Rows), FLOATS, c.c_int, c.c_int]
+    library.multiply_floats.restype = c.c_int64
+    library.multiply_floats.argtypes = [c.c_int, c.c_int]
+    library.multiply.restype = None
+    library.multiply.argtypes = [c.c_int, FLOATS, FLOATS, c.c_int, c.c_int, FLOATS, FLOATS, c.c_int]
     library.paged_attention.restype = None
     library.paged_attention.argtypes = [
         *(c.POINTER(Cache), c.POINTER(Rows), c.c_int, c.c_int, c.c_int, c.c_float, c.c_float),

@@ -4,6 +4,8 @@ Invariants:
 - the library's name is a hash of its sources, its compiler and this processor, so a stale or foreign one is never used;
 - a finished library appears under its name in one step, so two processes can build at once;
 - a machine without a compiler is no error: `library()` gives None and says why, and torch does the work.
+
+The environment variable DORA_RL_ARCH names another processor to compile for than this one, as `-march=` takes it.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ SOURCES = ("forward.cpp", "sample.cpp")
 HEADERS = ("attention.h", "product.h", "team.h", "vectors.h")
 FLAGS = (
     "-O3",
-    "-march=native",
+    f"-march={os.environ.get('DORA_RL_ARCH', 'native')}",
     "-std=gnu++20",
     "-fno-math-errno",
     "-ffp-contract=fast",

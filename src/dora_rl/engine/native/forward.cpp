@@ -2,8 +2,9 @@
 //
 // - Decode rows and prefill rows are the same thing: a token with a position and a block table. All keys and values of
 //   a layer are written before any row attends, so a chunk of a prompt sees itself.
-// - Weights are read where they lie (mapped files): row-major [out, in], never packed or copied.
+// - Weights are read where they lie (mapped files), row-major [out, in]; no copy of them outlives a panel.
 // - Work is handed out in small pieces, so a thread that is held up by the machine does not hold up the others for long.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -30,10 +31,10 @@ static inline vec silu_times(vec g, vec u) {
     return g / (1.0f + exp(x < 87.0f ? x : all(87.0f))) * u;
 }
 
-// How many columns of a product are handed to a thread at once: about six pieces a thread, whole vectors and tiles.
+// How many columns of a product are handed to a thread at once: about eight pieces a thread, whole panels.
 static inline int pieces(int columns, int threads) {
-    int size = columns / (threads * 6) / 48 * 48;
-    return size < 48 ? (columns < 48 * threads ? 12 : 48) : (size > 192 ? 192 : size);
+    int size = columns / (threads * 8) / PANEL * PANEL;
+    return size < PANEL ? PANEL : size > 6 * PANEL ? 6 * PANEL : size;
 }
 
 static inline void rms_norm(const float* x, const float* weight, float eps, int size, float* out) {
@@ -77,7 +78,9 @@ static void route(const Model& m, const float* scores, int32_t* chosen, float* w
 }
 
 struct Scratch {
-    float *hidden, *normed, *qkv, *attended, *inner, *upper, *scores, *router, *weight, *mixed;
+    float *hidden, *normed, *qkv, *attended, *inner, *upper, *scores, *router, *weight, *mixed, *panels;
+    int64_t panel;  // floats of one thread's panel
+    float* panel_of(const Team::Round& round) const { return panels + round.thread() * panel; }
     int32_t *chosen, *by_expert, *expert_start;
 };
 
@@ -101,6 +104,8 @@ static int64_t lay_out(const Model& m, int rows, int threads, int context, float
     t.router = take(int64_t(rows) * m.experts);
     t.weight = take(picks);
     t.mixed = take(picks * m.hidden);
+    t.panel = PANEL * int64_t(std::max({m.hidden, m.heads * m.head_dim, m.inner, m.expert_inner}));
+    t.panels = take(threads * t.panel);
     t.chosen = reinterpret_cast<int32_t*>(take(picks));
     t.by_expert = reinterpret_cast<int32_t*>(take(picks));
     t.expert_start = reinterpret_cast<int32_t*>(take(m.experts + 1));
@@ -108,19 +113,20 @@ static int64_t lay_out(const Model& m, int rows, int threads, int context, float
     return used;
 }
 
-// The columns of a product, cut into pieces that threads take in turn.
-template <class Body>
-static void in_pieces(Team::Round& round, int columns, int threads, Body body) {
+// The columns of a product with one matrix, cut into pieces that threads take in turn.
+template <class Take>
+static void in_pieces(Team::Round& round, int threads, const Scratch& s, int rows, const float* x, const float* w,
+                      int depth, int columns, Take take) {
     const int piece = pieces(columns, threads);
     round.each((columns + piece - 1) / piece, [&](int i) {
-        int n0 = i * piece;
-        body(n0, n0 + piece < columns ? n0 + piece : columns);
+        int n0 = i * piece, n1 = std::min(n0 + piece, columns), later = n0 + threads * piece;
+        const float* next = later + PANEL <= columns ? w + int64_t(later) * depth : nullptr;
+        product(rows, x, depth, w, depth, n0, n1, s.panel_of(round), next, take);
     });
 }
 
 static void project_qkv(const Model& m, const Layer& l, int R, const Scratch& s, Team::Round& round, int threads) {
     const int q_size = m.heads * m.head_dim, kv_size = m.kv_heads * m.head_dim, qkv = q_size + 2 * kv_size;
-    auto normed = [&](int r) { return s.normed + int64_t(r) * m.hidden; };
     const int piece = pieces(qkv, threads), nq = (q_size + piece - 1) / piece, nkv = (kv_size + piece - 1) / piece;
     round.each(nq + 2 * nkv, [&](int job) {
         int part = job < nq ? 0 : job < nq + nkv ? 1 : 2;
@@ -128,9 +134,10 @@ static void project_qkv(const Model& m, const Layer& l, int R, const Scratch& s,
         int columns = part == 0 ? q_size : kv_size, offset = part == 0 ? 0 : part == 1 ? q_size : q_size + kv_size;
         const float* w = part == 0 ? l.q : part == 1 ? l.k : l.v;
         const float* bias = part == 0 ? l.q_bias : part == 1 ? l.k_bias : l.v_bias;
-        int n0 = index * piece, n1 = n0 + piece < columns ? n0 + piece : columns;
-        product(R, normed, w, m.hidden, n0, n1, [&](int r, int n, vec4 v, int count) {
-            store4(s.qkv + int64_t(r) * qkv + offset + n, bias ? v + load4(bias + n, count) : v, count);
+        int n0 = index * piece, n1 = std::min(n0 + piece, columns), later = n0 + threads * piece;
+        const float* next = later + PANEL <= columns ? w + int64_t(later) * m.hidden : nullptr;
+        product(R, s.normed, m.hidden, w, m.hidden, n0, n1, s.panel_of(round), next, [&](int r, int n, vec v, int count) {
+            put(s.qkv + int64_t(r) * qkv + offset + n, bias ? v + some(bias + n, count) : v, count);
         });
     });
 }
@@ -171,20 +178,18 @@ static void attention_half(const Model& m, const Layer& l, int layer, const Cach
                    s.scores + int64_t(round.thread()) * group * stride, stride,
                    s.attended + int64_t(r) * q_size + h * group * width);
     });
-    auto attended = [&](int r) { return s.attended + int64_t(r) * q_size; };
-    in_pieces(round, m.hidden, threads, [&](int n0, int n1) {
-        product(R, attended, l.o, q_size, n0, n1, [&](int r, int n, vec4 v, int count) {
-            add4(s.hidden + int64_t(r) * m.hidden + n, l.o_bias ? v + load4(l.o_bias + n, count) : v, count);
-        });
+    in_pieces(round, threads, s, R, s.attended, l.o, q_size, m.hidden, [&](int r, int n, vec v, int count) {
+        add(s.hidden + int64_t(r) * m.hidden + n, l.o_bias ? v + some(l.o_bias + n, count) : v, count);
     });
 }
 
 // inner[r] = silu(gate . x) * (up . x) for the columns [n0, n1); `upper` holds up . x meanwhile.
-template <class XAt>
-static void gated(int rows, XAt x_at, const float* gate, const float* up, int depth, int n0, int n1, float* inner,
-                  float* upper, int64_t stride) {
-    product(rows, x_at, gate, depth, n0, n1, [&](int r, int n, vec4 v, int count) { store4(inner + r * stride + n, v, count); });
-    product(rows, x_at, up, depth, n0, n1, [&](int r, int n, vec4 v, int count) { store4(upper + r * stride + n, v, count); });
+static void gated(int rows, const float* x, const float* gate, const float* up, int depth, int n0, int n1, float* inner,
+                  float* upper, int64_t stride, float* panel, const float* next) {
+    product(rows, x, depth, gate, depth, n0, n1, panel, up + int64_t(n0) * depth,
+            [&](int r, int n, vec v, int count) { put(inner + r * stride + n, v, count); });
+    product(rows, x, depth, up, depth, n0, n1, panel, next,
+            [&](int r, int n, vec v, int count) { put(upper + r * stride + n, v, count); });
     for (int r = 0; r < rows; r++) {
         float *g = inner + r * stride, *u = upper + r * stride;
         int n = n0;
@@ -194,15 +199,14 @@ static void gated(int rows, XAt x_at, const float* gate, const float* up, int de
 }
 
 static void dense_half(const Model& m, const Layer& l, int R, const Scratch& s, Team::Round& round, int threads) {
-    auto normed = [&](int r) { return s.normed + int64_t(r) * m.hidden; };
-    auto inner = [&](int r) { return s.inner + int64_t(r) * m.inner; };
-    in_pieces(round, m.inner, threads, [&](int n0, int n1) {
-        gated(R, normed, l.gate, l.up, m.hidden, n0, n1, s.inner, s.upper, m.inner);
+    const int piece = pieces(m.inner, threads);
+    round.each((m.inner + piece - 1) / piece, [&](int i) {
+        int n0 = i * piece, n1 = std::min(n0 + piece, m.inner), later = n0 + threads * piece;
+        const float* next = later + PANEL <= m.inner ? l.gate + int64_t(later) * m.hidden : nullptr;
+        gated(R, s.normed, l.gate, l.up, m.hidden, n0, n1, s.inner, s.upper, m.inner, s.panel_of(round), next);
     });
-    in_pieces(round, m.hidden, threads, [&](int n0, int n1) {
-        product(R, inner, l.down, m.inner, n0, n1,
-                [&](int r, int n, vec4 v, int count) { add4(s.hidden + int64_t(r) * m.hidden + n, v, count); });
-    });
+    in_pieces(round, threads, s, R, s.inner, l.down, m.inner, m.hidden,
+              [&](int r, int n, vec v, int count) { add(s.hidden + int64_t(r) * m.hidden + n, v, count); });
 }
 
 // Rows are sorted by expert, so each expert's weights are read once; a row adds its experts in the order of their
@@ -210,14 +214,17 @@ static void dense_half(const Model& m, const Layer& l, int R, const Scratch& s, 
 static void sparse_half(const Model& m, const Layer& l, int layer, const Rows& rows, const Scratch& s,
                         Team::Round& round) {
     const int R = rows.count, used = m.experts_used, H = m.hidden, I = m.expert_inner;
-    round.each(R, [&](int r) {
-        float* scores = s.router + int64_t(r) * m.experts;
-        product(1, [&](int) { return s.normed + int64_t(r) * H; }, l.router, H, 0, m.experts,
-                [&](int, int n, vec4 v, int count) { store4(scores + n, v, count); });
-        route(m, scores, s.chosen + r * used, s.weight + r * used);
-        if (rows.routed)
-            for (int i = 0; i < used; i++)
-                rows.routed[(int64_t(r) * m.layers + layer) * used + i] = int16_t(s.chosen[r * used + i]);
+    round.each((R + MR - 1) / MR, [&](int tile) {
+        int first = tile * MR, last = std::min(first + MR, R);
+        float* scores = s.router + int64_t(first) * m.experts;
+        product(last - first, s.normed + int64_t(first) * H, H, l.router, H, 0, m.experts, s.panel_of(round), nullptr,
+                [&](int r, int n, vec v, int count) { put(scores + int64_t(r) * m.experts + n, v, count); });
+        for (int r = first; r < last; r++) {
+            route(m, s.router + int64_t(r) * m.experts, s.chosen + r * used, s.weight + r * used);
+            if (rows.routed)
+                for (int i = 0; i < used; i++)
+                    rows.routed[(int64_t(r) * m.layers + layer) * used + i] = int16_t(s.chosen[r * used + i]);
+        }
     });
     round.each(1, [&](int) {
         int at = 0;
@@ -228,21 +235,24 @@ static void sparse_half(const Model& m, const Layer& l, int layer, const Rows& r
         }
         s.expert_start[m.experts] = at;
     });
-    const int piece = 48, inner_pieces = (I + piece - 1) / piece, out_pieces = (H + piece - 1) / piece;
+    // The rows of an expert side by side; `mixed` is free until the experts' results go there.
+    round.each(R * used, [&](int i) {
+        std::memcpy(s.mixed + int64_t(i) * H, s.normed + int64_t(s.by_expert[i] / used) * H, sizeof(float) * H);
+    });
+    const int inner_pieces = (I + PANEL - 1) / PANEL, out_pieces = (H + PANEL - 1) / PANEL;
     round.each(m.experts * inner_pieces, [&](int job) {
-        int e = job / inner_pieces, n0 = job % inner_pieces * piece, start = s.expert_start[e];
+        int e = job / inner_pieces, n0 = job % inner_pieces * PANEL, start = s.expert_start[e];
         const float* w = l.experts_gate_up + int64_t(e) * 2 * I * H;
-        gated(s.expert_start[e + 1] - start, [&](int i) { return s.normed + int64_t(s.by_expert[start + i] / used) * H; },
-              w, w + int64_t(I) * H, H, n0, n0 + piece < I ? n0 + piece : I, s.inner + int64_t(start) * I,
-              s.upper + int64_t(start) * I, I);
+        gated(s.expert_start[e + 1] - start, s.mixed + int64_t(start) * H, w, w + int64_t(I) * H, H, n0,
+              std::min(n0 + PANEL, I), s.inner + int64_t(start) * I, s.upper + int64_t(start) * I, I, s.panel_of(round),
+              nullptr);
     });
     round.each(m.experts * out_pieces, [&](int job) {
-        int e = job / out_pieces, n0 = job % out_pieces * piece, start = s.expert_start[e];
-        product(s.expert_start[e + 1] - start, [&](int i) { return s.inner + int64_t(start + i) * I; },
-                l.experts_down + int64_t(e) * H * I, I, n0, n0 + piece < H ? n0 + piece : H,
-                [&](int i, int n, vec4 v, int count) {
+        int e = job / out_pieces, n0 = job % out_pieces * PANEL, start = s.expert_start[e];
+        product(s.expert_start[e + 1] - start, s.inner + int64_t(start) * I, I, l.experts_down + int64_t(e) * H * I, I,
+                n0, std::min(n0 + PANEL, H), s.panel_of(round), nullptr, [&](int i, int n, vec v, int count) {
                     int pick = s.by_expert[start + i];
-                    store4(s.mixed + int64_t(pick) * H + n, v * s.weight[pick], count);
+                    put(s.mixed + int64_t(pick) * H + n, v * s.weight[pick], count);
                 });
     });
     round.each(R, [&](int r) {
@@ -270,10 +280,8 @@ static void all_layers(const Model& m, const Cache& cache, const Rows& rows, con
         else dense_half(m, l, R, s, round, threads);
     }
     round.each(rows.logit_count, [&](int i) { rms_norm(hidden(rows.logit_row[i]), m.norm, m.eps, m.hidden, normed(i)); });
-    in_pieces(round, m.vocab, threads, [&](int n0, int n1) {
-        product(rows.logit_count, normed, m.head, m.hidden, n0, n1,
-                [&](int i, int n, vec4 v, int count) { store4(rows.logits + int64_t(i) * m.vocab + n, v, count); });
-    });
+    in_pieces(round, threads, s, rows.logit_count, s.normed, m.head, m.hidden, m.vocab,
+              [&](int i, int n, vec v, int count) { put(rows.logits + int64_t(i) * m.vocab + n, v, count); });
 }
 
 extern "C" {
@@ -291,6 +299,22 @@ void forward(const Model* model, const Cache* cache, const Rows* rows, float* sc
     team.run(threads, [&](int thread) {
         Team::Round round(team, thread);
         all_layers(*model, *cache, *rows, s, round, threads, context);
+    });
+}
+
+// Floats that `multiply` needs as scratch.
+int64_t multiply_floats(int depth, int threads) { return int64_t(threads) * PANEL * depth; }
+
+// One product alone, out[m][n] = x[m] . w[n], as a forward pass computes it: to test it and to measure it by itself.
+void multiply(int rows, const float* x, const float* w, int depth, int columns, float* out, float* scratch, int threads) {
+    Scratch s;
+    s.panels = scratch;
+    s.panel = int64_t(PANEL) * depth;
+    Team& team = Team::of_process();
+    team.run(threads, [&](int thread) {
+        Team::Round round(team, thread);
+        in_pieces(round, threads, s, rows, x, w, depth, columns,
+                  [&](int r, int n, vec v, int count) { put(out + int64_t(r) * columns + n, v, count); });
     });
 }
 

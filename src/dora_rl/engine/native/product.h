@@ -1,91 +1,178 @@
-// Products of a few rows with a large matrix that is read where it lies, row-major [out, in].
+// Products of rows with a large matrix that is read where it lies, row-major [out, in].
+//
+// A panel of columns is turned into a small buffer as it passes by, and all rows are multiplied with it there, a tile of
+// rows at a time, with columns in the lanes. Each number is one chain of multiply-adds over k in order, whatever the
+// tile, so its bits are the same in any batch. While a panel is computed, the next one is on its way from memory.
 #pragma once
+#include <algorithm>
+#include <utility>
+
 #include "vectors.h"
 
 #if defined(__AVX512F__)
-constexpr int MR = 6;
+constexpr int MR = 14;  // rows of a tile: with two vectors of columns each, their sums fill the registers
 #else
-constexpr int MR = 3;
+constexpr int MR = 6;
 #endif
-constexpr int NR = 4;  // weight rows of a tile: their four sums are one short vector, stored at once
-constexpr int L1_WEIGHTS = 20480;  // bytes of weights that leave room for a tile of x in a first-level cache
-constexpr int M_BLOCK = 126;  // rows of x that stay in the second-level cache
+constexpr int PANEL = 2 * W;  // columns
+constexpr int FEW = 8;        // rows up to which memory binds, and a panel is not worth its buffer; by measurement
+constexpr int STEPS = 8;      // of k between two looks at what to fetch; every depth is a multiple
 
-// out[m] = the products of row m of x with NR rows of w.
+// Memory that is wanted soon, fetched a little at a time.
+struct Ahead {
+    const char *at, *end;
+    void fetch(int lines) {
+        for (int i = 0; i < lines && at < end; i++, at += 64) __builtin_prefetch(at, 0, 2);
+    }
+};
+
+// One step of a transposition: r[j] and r[j + N] exchange those halves of their lanes that are N away from home.
+template <int N, size_t... I>
+static inline void exchange(vec& a, vec& b, std::index_sequence<I...>) {
+    vec low = __builtin_shufflevector(a, b, (I & N ? int(I) - N + W : int(I))...);
+    b = __builtin_shufflevector(a, b, (I & N ? int(I) + W : int(I) + N)...);
+    a = low;
+}
+template <int N>
+static inline void exchange_all(vec* r) {
+    for (int i = 0; i < W; i += 2 * N)
+        for (int j = i; j < i + N; j++) exchange<N>(r[j], r[j + N], std::make_index_sequence<W>());
+}
+
+// r[i] = the numbers k + i of W columns.
+static inline void turned(const float* const* column, int k, vec* r) {
+    for (int i = 0; i < W; i++) r[i] = load(column[i] + k);
+    exchange_all<1>(r);
+    exchange_all<2>(r);
+    exchange_all<4>(r);
+    if constexpr (W == 16) exchange_all<8>(r);
+}
+
+// With few rows memory is what a panel waits for, and fetching just ahead of the reader keeps it busiest: further along
+// these columns, and from their ends at the start of the next ones.
+static inline void fetch_near(const float* const* column, int k, int depth) {
+    constexpr int NEAR = 64;
+    const int64_t to = k + NEAR < depth ? k + NEAR : k + NEAR + int64_t(W - 1) * depth;
+    for (int i = 0; i < W; i++) __builtin_prefetch(column[i] + to, 0, 3);
+}
+
+// panel[k][n] = w[n][k]. Half a panel at a time: the machine follows sixteen streams better than thirty-two.
+static void turn(const float* const* column, int depth, float* panel, Ahead& ahead, int lines) {
+    for (int half = 0; half < PANEL; half += W)
+        for (int k = 0; k < depth; k += W) {
+            ahead.fetch(lines);
+            vec r[W];
+            turned(column + half, k, r);
+            for (int i = 0; i < W; i++) store(panel + int64_t(k + i) * PANEL + half, r[i]);
+        }
+}
+
+// The products of few rows with W columns, straight from where they are turned.
 template <int ROWS>
-static inline void tile(const float* const* x, const float* const* w, int depth, vec4* out) {
-    vec acc[ROWS][NR] = {};
+static void thin(const float* x, int64_t stride, const float* const* column, int depth, vec* out) {
+    vec sum[ROWS] = {};
     for (int k = 0; k < depth; k += W) {
-        vec b[NR];
-        for (int n = 0; n < NR; n++) b[n] = load(w[n] + k);
-        for (int m = 0; m < ROWS; m++) {
-            vec a = load(x[m] + k);
-            for (int n = 0; n < NR; n++) acc[m][n] += a * b[n];
+        fetch_near(column, k, depth);
+        vec r[W];
+        turned(column, k, r);
+        for (int i = 0; i < W; i++)
+            for (int m = 0; m < ROWS; m++) sum[m] += all(x[m * stride + k + i]) * r[i];
+    }
+    for (int m = 0; m < ROWS; m++) out[m] = sum[m];
+}
+
+static void thin_rows(int rows, const float* x, int64_t stride, const float* const* column, int depth, vec* out) {
+    switch (rows) {
+#define CASE(R) case R: return thin<R>(x, stride, column, depth, out);
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
+#undef CASE
+    }
+}
+
+template <int ROWS>
+static void tile(const float* x, int64_t stride, const float* panel, int depth, vec (*out)[2], Ahead& ahead, int lines) {
+    vec sum[ROWS][2] = {};
+    const float* third[(ROWS + 2) / 3];  // every third row has a pointer: the others are one or two strides away
+    for (int i = 0; i < (ROWS + 2) / 3; i++) third[i] = x + i * 3 * stride;
+    for (int k = 0; k < depth; k += STEPS) {
+        ahead.fetch(lines);
+#pragma GCC unroll 1  // unrolled, the compiler would run out of registers
+        for (int i = k; i < k + STEPS; i++, panel += PANEL) {
+            vec left = load(panel), right = load(panel + W);
+#pragma GCC unroll 14
+            for (int m = 0; m < ROWS; m++) {
+                vec a = all(third[m / 3][m % 3 * stride + i]);
+                sum[m][0] += a * left;
+                sum[m][1] += a * right;
+            }
         }
     }
-    for (int m = 0; m < ROWS; m++) out[m] = sums(acc[m][0], acc[m][1], acc[m][2], acc[m][3]);
+    for (int m = 0; m < ROWS; m++) out[m][0] = sum[m][0], out[m][1] = sum[m][1];
 }
 
-static inline void tile_rows(int rows, const float* const* x, const float* const* w, int depth, vec4* out) {
+static void tile_rows(int rows, const float* x, int64_t stride, const float* panel, int depth, vec (*out)[2],
+                      Ahead& ahead, int lines) {
     switch (rows) {
-        case 1: return tile<1>(x, w, depth, out);
-        case 2: return tile<2>(x, w, depth, out);
-        case 3: return tile<3>(x, w, depth, out);
+#define CASE(R) case R: return tile<R>(x, stride, panel, depth, out, ahead, lines);
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5)
 #if defined(__AVX512F__)
-        case 4: return tile<4>(x, w, depth, out);
-        case 5: return tile<5>(x, w, depth, out);
-        default: return tile<6>(x, w, depth, out);
+        CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12) CASE(13)
 #endif
+        default: return tile<MR>(x, stride, panel, depth, out, ahead, lines);
+#undef CASE
     }
 }
 
-// The first `count` of four neighbouring numbers.
-static inline void store4(float* p, vec4 v, int count) {
-    if (count == NR) *reinterpret_cast<vec4_at*>(p) = v;
+// The first `count` numbers of a vector, stored or added.
+static inline void put(float* p, vec v, int count) {
+    if (count == W) store(p, v);
     else
         for (int i = 0; i < count; i++) p[i] = v[i];
 }
-static inline void add4(float* p, vec4 v, int count) {
-    if (count == NR) *reinterpret_cast<vec4_at*>(p) += v;
+static inline void add(float* p, vec v, int count) {
+    if (count == W) store(p, load(p) + v);
     else
         for (int i = 0; i < count; i++) p[i] += v[i];
 }
-static inline vec4 load4(const float* p, int count) {
-    vec4 v = {};
+static inline vec some(const float* p, int count) {
+    if (count == W) return load(p);
+    vec v = {};
     for (int i = 0; i < count; i++) v[i] = p[i];
     return v;
 }
 
-// put(m, n, values, count) for all m < rows and the columns n0 <= n < n1, four or fewer at once, values = x[m] . w[n ...].
-// x_at(m) gives row m.
-template <class XAt, class Put>
-static inline void product(int rows, XAt x_at, const float* w, int depth, int n0, int n1, Put put) {
-    // Columns whose weights stay in the first-level cache while the rows pass by.
-    const int fitting = L1_WEIGHTS / (depth * int(sizeof(float))) / NR * NR, wide = fitting < NR ? NR : fitting;
-    for (int block = 0; block < rows; block += M_BLOCK) {
-        int end = block + M_BLOCK < rows ? block + M_BLOCK : rows;
-        for (int first = n0; first < n1; first += wide) {
-            const int last = first + wide < n1 ? first + wide : n1;
-            // While these weights are multiplied, the next ones are on their way from memory. With few rows the machine's
-            // own prefetching is ahead of us.
-            const char* ahead = reinterpret_cast<const char*>(w + int64_t(last) * depth);
-            const int64_t next = last + wide < n1 ? wide : n1 - last;
-            const int64_t bytes = end - block > 2 * MR ? next * depth * int64_t(sizeof(float)) : 0;
-            const int64_t share = bytes / ((end - block + MR - 1) / MR) + 64;
-            for (int m = block; m < end; m += MR) {
-                int some = m + MR <= end ? MR : end - m;
-                int64_t from = (m - block) / MR * share, to = from + share < bytes ? from + share : bytes;
-                for (int64_t at = from; at < to; at += 64) __builtin_prefetch(ahead + at, 0, 2);
-                const float* xp[MR];
-                for (int i = 0; i < some; i++) xp[i] = x_at(m + i);
-                for (int n = first; n < last; n += NR) {
-                    int cols = n + NR <= last ? NR : last - n;
-                    const float* wp[NR];
-                    for (int i = 0; i < NR; i++) wp[i] = w + int64_t(n + (i < cols ? i : 0)) * depth;
-                    vec4 out[MR];
-                    tile_rows(some, xp, wp, depth, out);
-                    for (int i = 0; i < some; i++) put(m + i, n, out[i], cols);
-                }
+// take(m, n, values, count) for all m < rows and the columns n0 <= n < n1, W or fewer at once, values = x[m] . w[n ...].
+// `panel` is room for one panel; `next` is where this thread will probably go on reading, or null.
+template <class Take>
+static void product(int rows, const float* x, int64_t stride, const float* w, int depth, int n0, int n1, float* panel,
+                    const float* next, Take take) {
+    if (rows <= 0) return;
+    const int tiles = (rows + MR - 1) / MR;
+    // The next panel is fetched evenly over the time of this one: turning it takes as long as some 13 rows.
+    const int lines = 200 / (13 + rows) + 1;
+    for (int n = n0; n < n1; n += PANEL) {
+        const int columns = std::min(PANEL, n1 - n);
+        const float* column[PANEL];  // those that are not there repeat the last one
+        for (int i = 0; i < PANEL; i++) column[i] = w + int64_t(n + std::min(i, columns - 1)) * depth;
+        if (rows <= FEW) {
+            for (int at = 0; at < columns; at += W) {
+                vec out[FEW];
+                thin_rows(rows, x, stride, column + at, depth, out);
+                for (int m = 0; m < rows; m++) take(m, n + at, out[m], std::min(W, columns - at));
+            }
+            continue;
+        }
+        const int left = n1 - n - columns;
+        const char* then = reinterpret_cast<const char*>(left > 0 ? w + int64_t(n + columns) * depth : next);
+        Ahead ahead{then, then ? then + std::min(PANEL, left > 0 ? left : PANEL) * int64_t(depth) * 4 : then};
+        turn(column, depth, panel, ahead, lines);
+        for (int t = 0, m = 0, size; t < tiles; t++, m += size) {
+            size = (rows - m + tiles - t - 1) / (tiles - t);  // tiles as equal as can be
+            vec out[MR][2];
+            tile_rows(size, x + m * stride, stride, panel, depth, out, ahead, lines);
+            for (int i = 0; i < size; i++) {
+                take(m + i, n, out[i][0], std::min(W, columns));
+                if (columns > W) take(m + i, n + W, out[i][1], columns - W);
             }
         }
     }

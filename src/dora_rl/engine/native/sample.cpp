@@ -99,17 +99,34 @@ static float threshold(const Draws& d, int r, const float* p, double total, std:
     return cut;
 }
 
-static int draw(const float* p, int n, float cut, double uniform, double* mass) {
-    constexpr int CHUNK = 256;
-    double total = 0, before = 0;
-    for (int i = 0; i < n; i++) total += p[i] >= cut ? p[i] : 0.0f;
-    *mass = total;
-    double goal = uniform * total;
+constexpr int CHUNK = 256;  // tokens whose weights are added up at once, so that a draw walks few of them singly
+
+// The weight of each chunk of tokens that are not cut off; returns the weight of all.
+static double weigh(const float* p, int n, float cut, std::vector<double>& chunks) {
+    double total = 0;
+    chunks.clear();
+    for (int i = 0; i < n; i += CHUNK) {
+        int end = i + CHUNK < n ? i + CHUNK : n, j = i;
+        vec part = {};
+        for (; j + W <= end; j += W) {
+            vec v = load(p + j);
+            part += v >= all(cut) ? v : vec{};
+        }
+        double weight = sum(part);
+        for (; j < end; j++) weight += p[j] >= cut ? p[j] : 0.0f;
+        chunks.push_back(weight);
+        total += weight;
+    }
+    return total;
+}
+
+static int draw(const float* p, int n, float cut, double uniform, double* mass, std::vector<double>& chunks) {
+    *mass = weigh(p, n, cut, chunks);
+    double goal = uniform * *mass, before = 0;
     int last = -1;
     for (int i = 0; i < n; i += CHUNK) {
         int end = i + CHUNK < n ? i + CHUNK : n;
-        double part = 0;
-        for (int j = i; j < end; j++) part += p[j] >= cut ? p[j] : 0.0f;
+        double part = chunks[i / CHUNK];
         if (before + part <= goal && end < n) {
             before += part;
             continue;
@@ -125,7 +142,8 @@ static int draw(const float* p, int n, float cut, double uniform, double* mass) 
     return int(std::max_element(p, p + n) - p);
 }
 
-static void one(const Draws& d, int r, std::vector<float>& p, std::vector<float>& biased, std::vector<float>& some) {
+static void one(const Draws& d, int r, std::vector<float>& p, std::vector<float>& biased, std::vector<float>& some,
+                std::vector<double>& chunks) {
     const int n = d.vocab;
     const float* logits = d.logits + int64_t(r) * n;
     const float T = d.temperature[r], scale = T > 0 ? 1.0f / T : 1.0f;
@@ -149,7 +167,7 @@ static void one(const Draws& d, int r, std::vector<float>& p, std::vector<float>
     if (T > 0) {
         double mass;
         token = draw(p.data(), n, threshold(d, r, p.data(), total, some),
-                     uniform(d.seed[r], d.trajectory[r], d.position[r]), &mass);
+                     uniform(d.seed[r], d.trajectory[r], d.position[r]), &mass, chunks);
         d.logprob[r] = float((double(used[token]) - used_most) * scale - std::log(mass));
     } else {
         token = int(std::max_element(used, used + n) - used);
@@ -163,7 +181,8 @@ extern "C" void sample(const Draws* draws, int threads) {
     Team& team = Team::of_process();
     team.run(threads, [&](int thread) {
         std::vector<float> p(draws->vocab + W), biased, some;
+        std::vector<double> chunks;
         Team::Round round(team, thread);
-        round.each(draws->rows, [&](int r) { one(*draws, r, p, biased, some); });
+        round.each(draws->rows, [&](int r) { one(*draws, r, p, biased, some, chunks); });
     });
 }

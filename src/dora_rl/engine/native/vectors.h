@@ -17,11 +17,10 @@ typedef float vec __attribute__((vector_size(W * 4)));
 typedef int32_t ivec __attribute__((vector_size(W * 4)));
 typedef float vec_at __attribute__((vector_size(W * 4), aligned(4), may_alias));
 typedef float vec4 __attribute__((vector_size(16)));
-typedef float vec4_at __attribute__((vector_size(16), aligned(4), may_alias));
 
 static inline vec load(const float* p) { return *reinterpret_cast<const vec_at*>(p); }
 static inline void store(float* p, vec v) { *reinterpret_cast<vec_at*>(p) = v; }
-static inline vec all(float s) { return vec{} + s; }
+static inline vec all(float s) { return s - vec{}; }  // not `+`: adding to -0 is real work
 
 // The sums of four vectors, in one fixed order of additions.
 #if defined(__AVX512F__)

@@ -1,0 +1,62 @@
+"""The product of the compiled kernels: right, and with the same bits for a row in any company."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dora_rl.engine.native.build import library
+
+
+def multiply(x: torch.Tensor, w: torch.Tensor, threads: int = 1) -> torch.Tensor:
+    kernels = library()
+    assert kernels is not None
+    (rows, depth), columns = x.shape, len(w)
+    out = torch.full((rows, columns), torch.nan)
+    scratch = torch.empty(kernels.multiply_floats(depth, threads))
+    pointers = (x.data_ptr(), w.data_ptr(), depth, columns, out.data_ptr(), scratch.data_ptr())
+    kernels.multiply(rows, *pointers, threads)
+    return out
+
+
+@pytest.mark.parametrize(("depth", "columns"), [(16, 1), (64, 8), (80, 33), (576, 96), (1536, 50)])
+def test_a_row_has_the_same_bits_in_any_company(depth: int, columns: int) -> None:
+    torch.manual_seed(depth)
+    x, w = torch.randn(67, depth), torch.randn(columns, depth)
+    alone = torch.cat([multiply(row[None], w) for row in x])
+    torch.testing.assert_close(alone.double(), x.double() @ w.double().T, atol=1e-4, rtol=1e-4)
+    for rows in range(1, len(x) + 1):
+        assert torch.equal(multiply(x[:rows], w, threads=1 + rows % 2), alone[:rows])
+
+
+def test_weights_need_not_be_aligned() -> None:
+    torch.manual_seed(0)
+    x, memory = torch.randn(9, 64), torch.randn(40 * 64 + 3)
+    for shift in range(4):
+        w = memory[shift : shift + 40 * 64].view(40, 64)
+        assert torch.equal(multiply(x, w), multiply(x, w.clone()))
+
+
+def test_vectors_are_as_wide_as_asked_for() -> None:
+    kernels = library()
+    assert kernels is not None
+    assert kernels.vector_width() == 8 or os.environ.get("DORA_RL_ARCH") != "x86-64-v3"
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="there is one width of vectors only")
+def test_narrower_vectors_say_the_same_as_generate() -> None:
+    """A processor without AVX-512, or this one told not to use it."""
+    tests = ["tests/engine/test_same_answers.py", "tests/engine/test_product.py"]
+    chosen = "(greedy and native and 7) or any_company or as_wide"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, "-k", chosen]
+    environment = os.environ | {"DORA_RL_ARCH": "x86-64-v3"}
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("." * 8)
