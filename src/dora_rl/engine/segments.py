@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import tempfile
 import uuid
 import weakref
@@ -25,6 +26,7 @@ STATE = 12  # where the state lies
 IN_USE, RELEASED = 0, 1
 SPARE = 8
 PREFIX = "dora-rl-kv-"
+_STATE = re.compile(rb".*\) (\w)", re.DOTALL)
 
 
 class Segments:
@@ -78,15 +80,19 @@ def sweep(folder: Path = Path("/dev/shm")) -> None:  # noqa: S108
     """Remove what processes left behind that are no more."""
     for path in folder.glob(f"{PREFIX}*"):
         owner = path.name.removeprefix(PREFIX).split("-")[0]
-        if owner.isdigit() and not _alive(int(owner)):
+        if owner.isdigit() and not alive(int(owner)):
             path.unlink(missing_ok=True)
 
 
-def _alive(process: int) -> bool:
+def alive(process: int) -> bool:
+    """A process of this number runs. One that has ended and that nobody has buried yet does not."""
     try:
         os.kill(process, 0)
+        state = _STATE.match(Path(f"/proc/{process}/stat").read_bytes())
     except ProcessLookupError:
         return False
     except PermissionError:
         return True
-    return True
+    except OSError:
+        return not Path("/proc/self").exists()
+    return state is not None and state[1] not in b"ZX"

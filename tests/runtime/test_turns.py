@@ -1,0 +1,107 @@
+"""Trajectories of several turns in a real run: what the environment said is there, is not trained, and is not lost."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora_rl.core.commands import Move
+from dora_rl.ledger.ledger import connect, read_events
+from dora_rl.runtime.folder import RunFolder
+from tests.runtime.checks import broken, strike
+from tests.runtime.host import Host
+from tests.runtime.making import make_run, merged, settings
+
+TURNS = 3
+ENVIRONMENT = """
+import time
+
+class Counter:
+    def reset(self, problem):
+        self.turns = 0
+        return "1+"
+
+    def step(self, text):
+        self.turns += 1
+        time.sleep(0.003)
+        if self.turns == 3:
+            return None, 1.0, True
+        return f"{self.turns}*", 0.25, False
+
+class Fails(Counter):
+    def step(self, text):
+        if len(text) % 2:
+            raise ValueError("odd")
+        return super().step(text)
+"""
+
+
+def tree(base: Path, kind: str = "Counter", **control: Any) -> dict[str, Any]:
+    (base / "environment.py").write_text(ENVIRONMENT)
+    environment = {"environment": {"kind": f"environment.py:{kind}", "max_turns": TURNS}}
+    rewards = {"reward": {"functions": [], "workers": 2}}
+    return merged(merged(settings(base, steps=4, **control), environment), rewards)
+
+
+def said(folder: RunFolder) -> dict[int, list[tuple[int, bytes]]]:
+    """Who said what, in order, of the trajectories that are kept: (by the environment, tokens)."""
+    parts: dict[int, list[tuple[int, bytes]]] = {}
+    with connect(folder.ledger) as connection:
+        query = "SELECT trajectory, observed, tokens FROM said ORDER BY trajectory, start"
+        for trajectory, observed, tokens in connection.execute(query):
+            row = parts.setdefault(trajectory, [])
+            if row and row[-1][0] == observed:
+                row[-1] = (observed, row[-1][1] + tokens)
+            else:
+                row.append((observed, tokens))
+    return parts
+
+
+@pytest.mark.parametrize("place", [None, "judge0", "i0"])
+def test_turns_are_whole_also_when_a_process_is_lost(host: Host, base: Path, place: str | None) -> None:
+    changes = {"checkpoint": {"every": 50}, "rollout": {"instances": 3}}
+    run = host.start(make_run(base, f"turns-{place}", merged(tree(base), changes)))
+    if place is not None:
+        strike(run, place, random.Random(1))
+    outcome = run.wait()
+    assert broken(run, outcome, 4) == []
+    letters = {letter: token for token, letter in enumerate("0123456789*+=", start=2)}
+    found = 0
+    for parts in said(run.folder).values():
+        heard = [memoryview(tokens).cast("i").tolist() for observed, tokens in parts if observed]
+        expected = [[letters["1"], letters["+"]], [letters["1"], letters["*"]], [letters["2"], letters["*"]]]
+        assert heard == expected[: len(heard)]
+        assert [observed for observed, _ in parts] == [1, 0, 1, 0, 1, 0][: len(parts)]
+        found += len(heard) == TURNS
+    assert found, "no trajectory had all its turns"
+    with connect(run.folder.ledger) as connection:
+        rewards = {reward for (reward,) in connection.execute("SELECT reward FROM trajectories WHERE failed IS NULL")}
+    # Each turn that was taken gave its part; one that ran to the length limit has had fewer.
+    assert rewards <= {0.0, 0.25, 0.5, 1.5}
+
+
+def test_an_environment_that_raises_costs_its_trajectory_alone(host: Host, base: Path) -> None:
+    run = host.start(make_run(base, "turns-fail", tree(base, "Fails", group_size=4)))
+    outcome = run.wait()
+    assert broken(run, outcome, 4) == []
+    with connect(run.folder.ledger) as connection:
+        reasons = [
+            reason for (reason,) in connection.execute("SELECT failed FROM trajectories WHERE failed IS NOT NULL")
+        ]
+    assert reasons
+    assert all("odd" in reason for reason in reasons)
+
+
+def test_moves_happen_while_environments_think(host: Host, base: Path) -> None:
+    """What is moved while it is parked, or while it is being answered, goes on where it arrives."""
+    moved = 0
+    more = {"rollout": {"instances": 4}, "control": {"groups_per_step": 4, "steps": 6, "rebalance_seconds": 0.1}}
+    for seed in range(2):
+        run = host.start(make_run(base, f"turns-move-{seed}", merged(tree(base), merged(more, {"seed": seed}))))
+        assert broken(run, run.wait(), 6) == []
+        with connect(run.folder.ledger) as connection:
+            moved += sum(isinstance(one, Move) for logged in read_events(connection) for one in logged.commands)
+    assert moved
