@@ -20,6 +20,7 @@ import weakref
 from pathlib import Path
 
 from dora_rl.core.errors import BundleError
+from dora_rl.core.processes import alive
 
 STATE = 12  # where the state lies
 IN_USE, RELEASED = 0, 1
@@ -78,15 +79,5 @@ def sweep(folder: Path = Path("/dev/shm")) -> None:  # noqa: S108
     """Remove what processes left behind that are no more."""
     for path in folder.glob(f"{PREFIX}*"):
         owner = path.name.removeprefix(PREFIX).split("-")[0]
-        if owner.isdigit() and not _alive(int(owner)):
+        if owner.isdigit() and not alive(int(owner)):
             path.unlink(missing_ok=True)
-
-
-def _alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

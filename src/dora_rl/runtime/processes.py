@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import selectors
 import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from dora_rl.core.nouns import Nanoseconds
+from dora_rl.core.processes import alive
 from dora_rl.runtime.channel import Channel, ChannelError
 from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.folder import RunFolder
@@ -30,7 +29,6 @@ from dora_rl.runtime.messages import FromProcess, Message, Start, Stop
 from dora_rl.runtime.nursery import Nursery
 
 Link = Callable[[], tuple[socket.socket, socket.socket]]
-_STATE = re.compile(rb".*\) (\w)", re.DOTALL)
 _SOUND = 30.0
 """Seconds after which a process that lived so long no longer counts as failing in a row."""
 
@@ -222,22 +220,14 @@ class Processes:
             process.channel.close()
             process.channel = None
         if process.pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            # One that was just forked has no group of its own yet.
+            for kill in (os.killpg, os.kill):
+                with contextlib.suppress(ProcessLookupError):
+                    kill(process.pid, signal.SIGKILL)
             while _alive(process):
                 time.sleep(0.001)
             process.pid = None
 
 
 def _alive(process: Process) -> bool:
-    if process.pid is None:
-        return False
-    try:
-        os.kill(process.pid, 0)
-        state = _STATE.match(Path(f"/proc/{process.pid}/stat").read_bytes())
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return not Path("/proc/self").exists()
-    # One that has ended and that nobody buries (its nursery is gone) still has a number, but is not alive.
-    return state is not None and state[1] not in b"ZX"
+    return process.pid is not None and alive(process.pid)
