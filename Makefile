@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help setup format test lint types check soak chaos fuzz soak-run quickstart warm-start clean \
+.PHONY: help setup format test lint types check soak chaos fuzz soak-run quickstart smollm2 warm-start clean \
 	bench-control bench-engine bench-trainer bench-run bench-learning paper-table
 .DEFAULT_GOAL := help
 
@@ -64,6 +64,20 @@ paper-table: setup    ## calibrate on the synchronous rows, then predict the oth
 
 bench-trainer: setup  ## the update of a step against TRL's on one batch, and the time from published to served
 	$(BIN)/python -m benchmarks.trainer
+
+bench-run: setup      ## whole runs in all modes on two jobs: speed, occupancy, distance to the lower bound (about 20 minutes)
+	$(BIN)/python -m benchmarks.run --repeats $(or $(REPEATS),3)
+
+bench-learning: setup ## held-out accuracy against steps and seconds in all modes, five seeds (about 40 minutes)
+	$(BIN)/python -m benchmarks.learning --seeds $(or $(SEEDS),5)
+
+quickstart: setup     ## train the small warm model with several versions live, in a few minutes
+	$(BIN)/dora-rl train examples/quickstart/quickstart.toml
+
+smollm2: setup        ## train SmolLM2-135M with an adapter and then with all weights, 30 steps each (about 20 minutes)
+	$(BIN)/python -m benchmarks.smollm2
+	$(BIN)/dora-rl train examples/smollm2.toml --model.path $(CURDIR)/.cache/smollm2-135m
+	$(BIN)/dora-rl train examples/smollm2-full.toml --model.path $(CURDIR)/.cache/smollm2-135m
 
 warm-start: setup     ## make the quickstart's warm start again, into examples/quickstart/warm
 	$(BIN)/python examples/quickstart/warm_start.py

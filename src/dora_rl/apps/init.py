@@ -33,6 +33,7 @@ EXAMPLES: dict[str, Any] = {
     "control.steps": 100,
     "control.max_response_tokens": 512,
     "evaluation.every": 10,
+    "evaluation.data.source": "held_out.jsonl",
 }
 _WIDTH = 100
 _HEAD = """\
@@ -96,7 +97,7 @@ def _field(
     yield from _comment([field.description or ""])
     default = _default(field, value, name)
     if path in examples:
-        yield _assignment(name, examples[path])
+        yield mute + _assignment(name, examples[path])
     elif default is None:
         assert not field.is_required(), f"'{path}' has no default and no example"
         yield f"#{name} is not set"

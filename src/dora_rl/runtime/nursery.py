@@ -125,7 +125,7 @@ def _become_child(nursery: int, link: int, log: int) -> None:
     from dora_rl.runtime.child import main as child
 
     end_with_parent(nursery)
-    os.setsid()
+    os.setpgid(0, 0)  # a group of its own to be killed by, in one session: niceness counts only within one
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)

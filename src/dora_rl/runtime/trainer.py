@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 
@@ -57,7 +58,7 @@ class TrainerProcess:
             self._checkpoint()  # so that a crash before the first step goes back to the same weights
         self._tell(e.TrainerReady(version=self._trainer.version))
         while True:
-            for message in messages:
+            for message in merged(messages):
                 if isinstance(message, m.Stop):
                     return
                 self._hear(message)
@@ -122,6 +123,22 @@ class TrainerProcess:
 
     def _tell(self, event: e.AnyEvent) -> None:
         self._channel.send(m.Report(events=(event,)))
+
+
+def merged(messages: list[m.ToProcess]) -> list[m.ToProcess]:
+    """Groups that came while the trainer was busy, as one call: larger passes cost less a token."""
+    result: list[m.ToProcess] = []
+    for message in messages:
+        last = result[-1] if result else None
+        if (
+            isinstance(message, m.Train)
+            and isinstance(last, m.Train)
+            and (last.step, last.attempt) == (message.step, message.attempt)
+        ):
+            result[-1] = msgspec.structs.replace(last, groups=last.groups + message.groups)
+        else:
+            result.append(message)
+    return result
 
 
 def group(sent: m.TrainedGroup) -> Group:
