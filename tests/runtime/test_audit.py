@@ -12,10 +12,13 @@ import msgspec
 import pytest
 
 from dora_rl.apps.audit import audited, verdict
+from dora_rl.ledger.audit import audit
 from dora_rl.ledger.derive import derive
 from dora_rl.ledger.ledger import chain, read_events
 from dora_rl.ledger.schema import TABLES
+from dora_rl.ledger.witness import Terms
 from dora_rl.runtime.folder import RunFolder
+from tests.fuzz import sound_ledger
 from tests.runtime.host import Host
 from tests.runtime.making import make_run, settings
 
@@ -71,7 +74,6 @@ ROWS = {
     "said": ("(trajectory, start) = (SELECT trajectory, max(start) FROM said)", "logprobs = zeroblob(4)"),
     "ended": ("trajectory = (SELECT max(trajectory) FROM ended)", "reason = 'environment'"),
     "steps": ("step = 1", "fingerprint = 'other'"),
-    "moves": ("rowid = 1", "arrived = 1 - coalesce(arrived, 0)"),
 }
 NAMED = {
     "events": "event",
@@ -86,18 +88,8 @@ def problems(folder: RunFolder, table: str) -> list[str]:
     return [problem for problem in audited(folder).problems if word in problem]
 
 
-def with_a_move(folder: RunFolder, table: str) -> None:
-    """A run may have had no moves; one that the log does not know is a finding of its own."""
-    connection = sqlite3.connect(folder.ledger)
-    (count,) = connection.execute("SELECT count(*) FROM moves").fetchone()
-    connection.close()
-    if table == "moves" and count < 2:
-        pytest.skip("this run moved fewer than two requests")
-
-
 @pytest.mark.parametrize("table", ROWS)
 def test_changed_row_is_named(doctored: RunFolder, table: str) -> None:
-    with_a_move(doctored, table)
     where, how = ROWS[table]
     change(doctored, f"UPDATE {table} SET {how} WHERE {where}")
     assert problems(doctored, table)
@@ -105,7 +97,6 @@ def test_changed_row_is_named(doctored: RunFolder, table: str) -> None:
 
 @pytest.mark.parametrize("table", ROWS)
 def test_removed_row_is_named(doctored: RunFolder, table: str) -> None:
-    with_a_move(doctored, table)
     change(doctored, f"DELETE FROM {table} WHERE {ROWS[table][0]}")
     assert problems(doctored, table)
 
@@ -121,13 +112,11 @@ COPIES = {
     "experts_used, digest",
     "ended": "SELECT 999, reason, digest",
     "steps": "SELECT 999, applied_at, published_at, fingerprint",
-    "moves": "SELECT *",
 }
 
 
 @pytest.mark.parametrize("table", ROWS)
 def test_doubled_row_is_named(doctored: RunFolder, table: str) -> None:
-    with_a_move(doctored, table)
     change(doctored, f"INSERT INTO {table} {COPIES[table]} FROM {table} WHERE {ROWS[table][0]}")
     assert problems(doctored, table)
 
@@ -160,6 +149,29 @@ def test_tokens_that_change_places_are_named(doctored: RunFolder) -> None:
         "WHERE (trajectory, start) = (SELECT max(trajectory), 0 FROM said)",
     )
     assert problems(doctored, "said")
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE moves SET arrived = 0",
+        "DELETE FROM moves",
+        "INSERT INTO moves SELECT * FROM moves",
+        "UPDATE moves SET source = target, target = source",
+    ],
+)
+def test_doctored_moves_are_named(tmp_path: Path, statement: str) -> None:
+    """A log with a move in it: whether a small run moves requests is a matter of luck."""
+    path = tmp_path / "ledger.db"
+    path.write_bytes(sound_ledger(tmp_path))
+    terms = Terms(1, 2, 1, False, None)
+
+    def named() -> bool:
+        return any("table moves" in problem for problem in audit(path, terms).problems)
+
+    assert not named()
+    change(RunFolder(tmp_path), statement)
+    assert named()
 
 
 def test_truncated_log_is_named(doctored: RunFolder) -> None:

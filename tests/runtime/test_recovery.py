@@ -43,14 +43,13 @@ def finish(supervisor: Supervisor, steps: int = STEPS) -> dict[str, Any]:
     return outcome
 
 
-@pytest.mark.parametrize("place", ["i0", "trainer", "judge0"])
-def test_killed_process_is_replaced(host: Host, base: Path, place: str) -> None:
-    run = begin(host, base, f"kill-{place}")
-    dice = random.Random(place)
-    struck = sum(strike(run, place, dice) for _ in range(2))
-    outcome = finish(run)
-    assert struck
-    assert sum("is lost" in notice for notice in outcome["notices"]) == struck, outcome
+def test_killed_processes_are_replaced(host: Host, base: Path) -> None:
+    run = begin(host, base, "kill", {"control": {"steps": 8}})
+    dice = random.Random(0)
+    struck = sum(strike(run, place, dice, most=25) for place in ("i0", "trainer", "judge0", "i1"))
+    outcome = finish(run, 8)
+    assert struck >= 2
+    assert sum("is lost" in notice for notice in outcome["notices"]) >= struck, outcome
 
 
 def test_killed_supervisor_is_resumed(host: Host, base: Path) -> None:
@@ -69,12 +68,35 @@ def test_killed_nursery_is_replaced(host: Host, base: Path) -> None:
     finish(run)
 
 
-@pytest.mark.parametrize("place", ["i1", "trainer", "judge0"])
-def test_stopped_process_goes_on_or_is_replaced(host: Host, base: Path, place: str) -> None:
-    short = {"deadlines": {"heartbeat": 1.0, "train": 3.0, "move": 1.0, "load": 5.0}}
-    run = begin(host, base, f"stop-{place}", {"control": short, "reward": {"timeout_seconds": 1.0}})
-    assert strike(run, place, random.Random(place), signal.SIGSTOP)
+SHORT = {"deadlines": {"heartbeat": 1.5, "train": 4.0, "move": 1.0, "load": 5.0}}
+
+
+def test_stopped_processes_are_replaced(host: Host, base: Path) -> None:
+    run = begin(host, base, "stop", {"control": SHORT, "reward": {"timeout_seconds": 1.0}})
+    dice = random.Random(0)
+    assert strike(run, "i1", dice, signal.SIGSTOP, most=25)
+    assert strike(run, "trainer", dice, signal.SIGSTOP, most=10)
     finish(run)
+
+
+def test_processes_that_do_not_come_up_are_replaced(host: Host, base: Path) -> None:
+    run = begin(host, base, "stuck", {"control": SHORT})
+    for place in ("i0", "i1"):
+        while place not in run.pids():
+            time.sleep(0.001)
+        assert run.signal(signal.SIGSTOP, place)
+    outcome = finish(run)
+    assert any("is lost" in notice for notice in outcome["notices"])
+
+
+def test_stopped_evaluator_is_replaced(host: Host, base: Path) -> None:
+    run = begin(host, base, "evaluator", {"control": SHORT, "data": {"held_out": 4}, "evaluation": {"every": 2}})
+    while "evaluator" not in run.pids():
+        assert run.alive()
+        time.sleep(0.001)
+    assert run.signal(signal.SIGSTOP, "evaluator")
+    finish(run)
+    assert [line["evaluation"] for line in lines(run.folder.metrics) if "evaluation" in line][-3:] == [2, 4, 5]
 
 
 def test_stopped_supervisor_goes_on(host: Host, base: Path) -> None:

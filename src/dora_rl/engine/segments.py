@@ -14,19 +14,18 @@ from __future__ import annotations
 
 import mmap
 import os
-import re
 import tempfile
 import uuid
 import weakref
 from pathlib import Path
 
 from dora_rl.core.errors import BundleError
+from dora_rl.core.processes import alive
 
 STATE = 12  # where the state lies
 IN_USE, RELEASED = 0, 1
 SPARE = 8
 PREFIX = "dora-rl-kv-"
-_STATE = re.compile(rb".*\) (\w)", re.DOTALL)
 
 
 class Segments:
@@ -82,17 +81,3 @@ def sweep(folder: Path = Path("/dev/shm")) -> None:  # noqa: S108
         owner = path.name.removeprefix(PREFIX).split("-")[0]
         if owner.isdigit() and not alive(int(owner)):
             path.unlink(missing_ok=True)
-
-
-def alive(process: int) -> bool:
-    """A process of this number runs. One that has ended and that nobody has buried yet does not."""
-    try:
-        os.kill(process, 0)
-        state = _STATE.match(Path(f"/proc/{process}/stat").read_bytes())
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    except OSError:
-        return not Path("/proc/self").exists()
-    return state is not None and state[1] not in b"ZX"

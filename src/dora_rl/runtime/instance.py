@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -71,7 +70,6 @@ class Instance:
         self._reported = time.monotonic()
         self._beat = 0.0
         self._windows = [slot.account.born for slot in self._engine.slots]
-        self._totals: list[dict[Any, Nanoseconds]] = [{} for _ in self._engine.slots]
 
     def serve(self, messages: list[m.ToProcess]) -> None:
         """Until told to stop, or alone."""
@@ -215,19 +213,18 @@ class Instance:
     def _account(self) -> None:
         """Where the slots' time went since the last time."""
         now = self._now()
-        for slot, before in zip(self._engine.slots, self._totals, strict=True):
+        for slot in self._engine.slots:
             slot.account.settle(now)
             shares = tuple(
                 m.Share(
                     label=activity.label.value,
                     version=activity.version,
                     cause="" if activity.cause is None else activity.cause.because.value,
-                    spent=spent - before.get(activity, 0),
+                    spent=spent,
                 )
                 for activity, spent in slot.account.totals.items()
-                if spent > before.get(activity, 0)
             )
-            before.update(slot.account.totals)
+            slot.account.totals.clear()  # each version has totals of its own: kept, they would grow with the run
             self._channel.send(m.Spent(slot=slot.index, start=self._windows[slot.index], end=now, shares=shares))
             self._windows[slot.index] = now
         self._channel.send(m.Counted(figures=dataclasses.asdict(self._engine.stats)))

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from dora_rl.core.nouns import Nanoseconds
-from dora_rl.engine.segments import alive
+from dora_rl.core.processes import alive
 from dora_rl.runtime.channel import Channel, ChannelError
 from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.folder import RunFolder
@@ -220,8 +220,10 @@ class Processes:
             process.channel.close()
             process.channel = None
         if process.pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            # One that was just forked has no group of its own yet.
+            for kill in (os.killpg, os.kill):
+                with contextlib.suppress(ProcessLookupError):
+                    kill(process.pid, signal.SIGKILL)
             while _alive(process):
                 time.sleep(0.001)
             process.pid = None

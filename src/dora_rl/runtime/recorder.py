@@ -37,7 +37,6 @@ class Recorder:
         self._metrics, self._samples, self._activity = map(_append, (folder.metrics, folder.samples, folder.activity))
         self._trackers = trackers
         self.trainer = TimeAccount(now, Activity(Label.IDLE, cause=Cause(because=Because.STARTING)))
-        self._trainer_totals: dict[Activity, Nanoseconds] = {}
         self._trainer_window = now
         self.last: dict[str, float] = {}
         """Figures of the last step."""
@@ -136,12 +135,11 @@ class Recorder:
                 label=activity.label.value,
                 version=activity.version,
                 cause="" if activity.cause is None else activity.cause.because.value,
-                spent=spent - self._trainer_totals.get(activity, 0),
+                spent=spent,
             )
             for activity, spent in self.trainer.totals.items()
-            if spent > self._trainer_totals.get(activity, 0)
         ]
-        self._trainer_totals = dict(self.trainer.totals)
+        self.trainer.totals.clear()  # each version has totals of its own: kept, they would grow with the run
         if now > self._trainer_window:
             self._window("trainer", self._trainer_window, now, shares)
             self._trainer_window = now
