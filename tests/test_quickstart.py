@@ -1,0 +1,96 @@
+"""The README's commands, on the real thing: several versions live at once, moves with their KV, promises kept."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SETTINGS = {
+    "control.steps": 14,
+    "control.groups_per_step": 4,
+    "control.group_size": 4,
+    "trainer.optimiser.learning_rate": 1e-6,
+    "evaluation.every": 14,
+    "evaluation.data.params.count": 16,
+    "logging.tensorboard": "false",
+}
+
+
+def command(*arguments: str) -> str:
+    program = [sys.executable, "-m", "dora_rl.apps.cli", *arguments]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The quickstart, shorter."""
+    out = tmp_path_factory.mktemp("runs")
+    options = [part for key, value in SETTINGS.items() for part in (f"--{key}", str(value))]
+    config = ROOT / "examples" / "quickstart" / "quickstart.toml"
+    command("train", str(config), "--out", str(out), "--name", "quick", *options)
+    return out / "quick"
+
+
+def events(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+
+
+def most_live(log: list[dict[str, Any]], group_size: int) -> int:
+    """How many versions had running requests at once."""
+    running: Counter[int] = Counter()
+    version_of: dict[int, int] = {}
+    most = 0
+    for line in log:
+        if line["event"]["event"] == "Generated":
+            running[version_of[line["event"]["trajectory"] // group_size]] -= 1
+        for one in line["commands"]:
+            if one["command"] == "StartGroup":
+                version_of[one["group"]] = one["version"]
+                running[one["version"]] += group_size
+        most = max(most, sum(1 for count in running.values() if count > 0))
+    return most
+
+
+def test_several_versions_are_live_and_requests_move_with_their_kv(run: Path) -> None:
+    log = events(run)
+    assert most_live(log, 4) >= 3
+    assert any(line["event"]["event"] == "Moved" for line in log)
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert sum(line.get("rollout/reprefilled_tokens", 0) for line in steps) == 0
+
+
+def test_the_audit_passes_and_the_page_is_there(run: Path) -> None:
+    assert "kept" in command("audit", str(run))
+    assert "</html>" in (run / "report.html").read_text()
+
+
+def test_every_group_is_trained_within_the_bound(run: Path) -> None:
+    version = {}
+    trained: Counter[int] = Counter()
+    for line in events(run):
+        for one in line["commands"]:
+            if one["command"] == "StartGroup":
+                version[one["group"]] = one["version"]
+            if one["command"] == "Apply":
+                trained.update(one["groups"])
+                assert all(0 <= one["step"] - version[group] <= 3 for group in one["groups"])
+    assert set(trained.values()) == {1}
+    assert sum(trained.values()) == 14 * 4
+
+
+def test_the_readmes_commands_exist() -> None:
+    text = (ROOT / "README.md").read_text()
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"^make ([a-z-]+)", text, re.MULTILINE)) <= targets
+    known = set(re.findall(r"│ ([a-z]+) ", command("--help")))
+    assert set(re.findall(r"\.venv/bin/dora-rl ([a-z]+)", text)) <= known
