@@ -2,7 +2,8 @@
 
 `python -m benchmarks.soak_run --minutes 60`. Every ten seconds the resident memory and the open descriptors of each
 process are read, and the segments in shared memory are counted. Growth is a least-squares slope within the lives of
-processes, pooled over lives, since a process that was killed begins anew; the first half minute of a life is left out.
+processes, pooled over lives, since a process that was killed begins anew. The first two minutes of a life are left
+out (a tenth of a short run): pools and caches are touched for the first time then.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from benchmarks.report import at_most, publish
 from dora_rl.apps.audit import audited
 
 _EVERY = 10.0
-_WARM = 30.0
+_WARM = 120.0
 _HOUR = 3600.0
 FAULTS = ("kill i0", "kill trainer", "stop i1", "kill judge0", "kill supervisor", "kill i1", "kill nursery")
 
@@ -58,7 +59,7 @@ class Slope(NamedTuple):
         return max(0.0, self.each_hour - 2 * self.error)
 
 
-def slope(samples: list[Sample], values: list[float]) -> Slope:
+def slope(samples: list[Sample], values: list[float], warm_up: float) -> Slope:
     """Least squares within lives."""
     lives: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for sample, value in zip(samples, values, strict=True):
@@ -67,7 +68,7 @@ def slope(samples: list[Sample], values: list[float]) -> Slope:
     count = 0
     centred: list[tuple[float, float]] = []
     for points in lives.values():
-        warm = [point for point in points if point[0] >= points[0][0] + _WARM]
+        warm = [point for point in points if point[0] >= points[0][0] + warm_up]
         if len(warm) < 3:
             continue
         mean_x = sum(x for x, _ in warm) / len(warm)
@@ -170,9 +171,10 @@ def main() -> None:
     table = Table("process", "lives", "megabytes", "growth an hour, MB", "descriptors", "growth an hour")
     figures: dict[str, Any] = {"minutes": minutes, "faults": dict(soak.struck), "processes": {}}
     worst_memory = worst_descriptors = 0.0
+    warm_up = min(_WARM, minutes * 6)
     for place, samples in sorted(soak.samples.items()):
-        memory = slope(samples, [sample.megabytes for sample in samples])
-        descriptors = slope(samples, [float(sample.descriptors) for sample in samples])
+        memory = slope(samples, [sample.megabytes for sample in samples], warm_up)
+        descriptors = slope(samples, [float(sample.descriptors) for sample in samples], warm_up)
         mean = sum(sample.megabytes for sample in samples) / len(samples)
         lives = len({sample.life for sample in samples})
         worst_memory = max(worst_memory, memory.sure / mean)
