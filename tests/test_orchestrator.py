@@ -301,3 +301,13 @@ def test_remaining_length_is_learnt_from_what_was_seen() -> None:
     assert lengths.remaining(200, 0.5) == pytest.approx(beyond[len(beyond) // 2], rel=0.25)
     assert lengths.remaining(9_999, 0.5) == 1
     assert lengths.survival(200) == pytest.approx(sum(t > 200 for t in seen) / len(seen), abs=0.05)
+
+
+def test_a_doubled_report_does_not_bring_a_lost_instance_back() -> None:
+    orchestrator = started()
+    spec = InstanceSpec(instance="late", max_requests=8, kv_tokens=10_000)
+    orchestrator.step(e.InstanceJoined(spec=spec), SECOND)
+    orchestrator.step(e.InstanceLost(instance="late"), 2 * SECOND)
+    commands = orchestrator.step(e.InstanceJoined(spec=spec), 3 * SECOND)
+    assert not any(isinstance(command, c.LoadVersion) and command.slot.instance == "late" for command in commands)
+    assert all(view.slot.instance != "late" for view in orchestrator.snapshot().slots)

@@ -42,7 +42,8 @@ def dangers(source: str) -> list[str]:
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_no_module_executes_what_it_reads(path: Path) -> None:
-    assert dangers(path.read_text()) == []
+    inside = path == PACKAGE / "envs" / "jail" / "inside.py"  # what runs model-written code, behind all its guards
+    assert dangers(path.read_text()) == (["exec", "compile"] if inside else [])
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def data_of(page: str) -> dict[str, Any]:
 
 def test_an_interrupt_keeps_everything_and_says_how_to_go_on(made_run: MadeRun) -> None:
     assert made_run.code == 130
-    assert f"go on with: dora-rl train --resume {made_run.folder.path}" in made_run.interrupted
+    assert f"go on with: dora-rl train --resume runs/{made_run.folder.path.name}" in made_run.interrupted
 
 
 def test_without_a_terminal_a_step_is_a_plain_line(made_run: MadeRun) -> None:

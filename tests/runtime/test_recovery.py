@@ -152,9 +152,11 @@ def test_second_supervisor_is_refused(host: Host, base: Path) -> None:
     run = begin(host, base, "two")
     assert wait_for_events(run, 10)
     pids = dict(run.pids())
+    run.signal(signal.SIGSTOP, None)  # so that it is still there when the second comes
     second = resume(host, run)
     while second.alive():
         time.sleep(0.01)
+    run.signal(signal.SIGCONT, None)
     refused = json.loads((run.folder.path / "outcome.json").read_text())
     assert refused["code"] == 2
     assert "already going on" in refused["error"]

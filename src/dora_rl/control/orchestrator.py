@@ -30,7 +30,7 @@ from dora_rl.control.training import TrainerStage, Training
 from dora_rl.core import events as e
 from dora_rl.core.commands import Command, EvictInstance, Stalled
 from dora_rl.core.errors import ConfigError
-from dora_rl.core.nouns import SECOND, InstanceSpec, Nanoseconds, SlotId, Version
+from dora_rl.core.nouns import SECOND, InstanceId, InstanceSpec, Nanoseconds, SlotId, Version
 
 _MAY_REST = frozenset({e.Scored, e.Progress, e.Accumulated})
 """Events that may leave nothing to decide."""
@@ -49,6 +49,8 @@ class Orchestrator:
         self._explainer = Explainer(self._context, self._training)
         self._rebalance = False
         self._started = False
+        self._former: set[InstanceId] = set()
+        """Instances that are lost."""
         # A handler returns True if something moved, for the watchdog.
         self._handlers: dict[type[e.Event], Callable[[Any], bool]] = {
             e.PromptsArrived: self._on_prompts,
@@ -223,7 +225,8 @@ class Orchestrator:
 
     def _on_joined(self, event: e.InstanceJoined) -> bool:
         spec = event.spec
-        if spec.instance in self._context.fleet.instances:
+        # A name is one life: a late or doubled report of one that is over can't bring it back.
+        if spec.instance in self._context.fleet.instances or spec.instance in self._former:
             return False
         self._check(spec)
         instance = self._context.fleet.join(spec, self._context.now)
@@ -249,6 +252,7 @@ class Orchestrator:
             )
 
     def _on_lost(self, event: e.InstanceLost) -> bool:
+        self._former.add(event.instance)
         instance = self._context.fleet.instances.get(event.instance)
         if instance is None:
             return False
@@ -257,6 +261,7 @@ class Orchestrator:
 
     def _lose(self, instance: Instance) -> None:
         instance.lost = True
+        self._former.add(instance.spec.instance)
         self._rollout.evict(instance)
         self._partition.forget(instance)
         for slot in instance.slots:
