@@ -214,8 +214,8 @@ def damage(path: Path) -> None:
 
 
 def test_full_disk_is_waited_for(host: Host, base: Path) -> None:
-    run = begin(host, base, "full", full=[1.0, 2.5])
-    outcome = finish(run)
+    run = begin(host, base, "full", {"control": {"steps": 25}}, full=[0.5, 2.0])
+    outcome = finish(run, 25)
     assert any("the run waits" in notice for notice in outcome["notices"])
 
 

@@ -142,7 +142,8 @@ def run_timeline(activity: recorded.Activity, published: dict[StepId, Nanosecond
             if note["note"] == "moved"
         ],
         published=dict(sorted(versions.items())),
-        start=min(segments[0].start for segments in rows),
+        # The first version may be there before the first instance is.
+        start=min([*(segments[0].start for segments in rows), *versions.values()]),
         end=max(segments[-1].end for segments in rows),
     )
 
