@@ -20,7 +20,8 @@ from dora_rl.core.errors import IntegrityError, UserError
 from dora_rl.core.nouns import Attempt, GroupId, Prompt, StepId, TrajectoryId, Version
 from dora_rl.core.trajectory import StopReason
 from dora_rl.envs.data import Dataset, Problem
-from dora_rl.ledger.ledger import Ledger, SaidRow
+from dora_rl.ledger.ledger import Ledger
+from dora_rl.ledger.writing import SaidRow
 from dora_rl.runtime import messages as m
 
 Encode = Callable[[Problem], tuple[int, ...]]
@@ -119,6 +120,7 @@ class Books:
         self._numbers: dict[str, int] = {}
         self.groups: dict[GroupId, GroupBook] = {}
         self.fingerprints: dict[Version, str] = {}
+        """Of all versions that a trajectory of these groups can have been served by."""
         self.failed: dict[str, int] = {}
         """Verdicts by reason."""
 
@@ -156,6 +158,9 @@ class Books:
             case e.Checkpointed(version=version):
                 for group in [g for g, book in self.groups.items() if book.step is not None and book.step < version]:
                     del self.groups[group]
+                oldest = min((book.version for book in self.groups.values()), default=version)
+                for past in [one for one in self.fingerprints if one < min(oldest, version)]:
+                    del self.fingerprints[past]
             case _:
                 pass
         for command in commands:
