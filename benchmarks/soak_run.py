@@ -205,7 +205,8 @@ def main() -> None:
     minutes = parser.parse_args().minutes
     soak = Soak(minutes)
     soak.run()
-    problems = audited(soak.folder).problems
+    audit = audited(soak.folder)
+    problems = audit.problems
     left = leftovers(soak.supervisor, soak.ended[-1])
     table = Table("process", "lives", "anonymous, MB", "growth an hour, MB", "bytes a step", "descriptors", "growth")
     figures: dict[str, Any] = {"minutes": minutes, "faults": dict(soak.struck), "processes": {}}
@@ -249,8 +250,8 @@ def main() -> None:
         "steps_each_hour": round(steps),
         "left_behind": left,
         "audit": problems,
-        "steps": audited(soak.folder).steps,
-        "ledger_share": next(f.value for f in audited(soak.folder).figures if f.name.startswith("ledger")),
+        "steps": audit.steps,
+        "ledger_share": next(figure.value for figure in audit.figures if figure.name.startswith("ledger")),
     }
     targets = [
         at_most("growth of memory an hour, share of the process, less two standard errors", 0.05, worst_memory),
