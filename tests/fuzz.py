@@ -220,8 +220,7 @@ def ledger(folder: Path, data: bytes) -> None:
     except (LedgerError, IntegrityError):
         return
     try:
-        log = list(opened.events())
-        opened.compare(log)
+        opened.compare()
         for trajectory in range(4):
             opened.trajectory(trajectory)
     except DoraError:

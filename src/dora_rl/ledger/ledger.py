@@ -147,11 +147,14 @@ class Ledger:
         """The event log from its beginning, each line checked against the chain."""
         yield from read_events(self._reader)
 
-    def compare(self, log: list[Logged]) -> None:
-        """Refuse tables that are not what the log says: they would be written on."""
+    def compare(self) -> None:
+        """Refuse tables that are not what the log says: they would be written on.
+
+        The log is read once more rather than kept: what a long run has logged would never leave the memory again.
+        """
         from dora_rl.ledger.audit import compare_tables
 
-        for problem in compare_tables(self._reader, log, self._group_size):
+        for problem in compare_tables(self._reader, self.events(), self._group_size):
             raise IntegrityError(f"{self._path} is damaged: {problem}; put back a copy of it")
 
     def trajectory(self, trajectory: TrajectoryId) -> tuple[list[SaidRow], str | None]:

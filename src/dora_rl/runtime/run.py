@@ -156,12 +156,11 @@ class Run:
             self._processes.wake()
 
     def _replay(self) -> _Past:
-        past, log = _Past(), []
+        past = _Past()
         for logged in replay(self.orchestrator, self._ledger.events()):
             self._books.note(logged.event, list(logged.commands))
             past.note(logged.event, logged.commands, logged.at)
-            log.append(logged)
-        self._ledger.compare(log)
+        self._ledger.compare()
         for group in self._books.groups.values():
             for trajectory in group.trajectories:
                 self._books.recall(self._ledger, trajectory)
