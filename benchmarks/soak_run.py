@@ -7,9 +7,12 @@ half): pools, caches and the KV room are touched for the first time then.
 
 - Memory is what is anonymous: a process's own, and what it has from the nursery until it writes to it. Mapped weights
   and shared memory are files, which all processes have in common; segments of the latter are counted.
+- The KV room of an instance is counted apart: it is as large as `kv_bytes` says and fills as it is first touched,
+  whenever that is. It is told by its advice to take large pages, which nothing else of ours gives.
+- The least in each half minute counts, of memory and of descriptors: what leaks never goes away, what a step computes
+  with and a file that is being written do.
 - Growth is a least-squares slope. It counts after two standard errors, as megabytes an hour, as a share of the process
   and as bytes a step.
-- Of descriptors the fewest in each half minute count: what leaks is never closed, a file that is being written is.
 """
 
 from __future__ import annotations
@@ -19,12 +22,14 @@ import contextlib
 import itertools
 import json
 import math
+import re
 import shutil
 import signal
 import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +44,7 @@ from dora_rl.apps.audit import audited
 
 _EVERY = 5.0
 _WINDOW = 6
-"""Samples of which the fewest descriptors count."""
+"""Samples of which the least counts."""
 _WARM = 120.0
 _HOUR = 3600.0
 FAULTS = ("kill i0", "kill trainer", "stop i1", "kill judge0", "kill supervisor", "kill i1", "kill nursery")
@@ -52,6 +57,7 @@ class Sample(NamedTuple):
     life: int
     """Its process id."""
     megabytes: float
+    kv_megabytes: float
     descriptors: int
 
 
@@ -76,14 +82,10 @@ def by_life(samples: list[Sample], since: float) -> list[list[Sample]]:
     return list(lives.values())
 
 
-def memory_curve(life: list[Sample]) -> list[tuple[float, float]]:
-    return [(sample.at, sample.megabytes) for sample in life]
-
-
-def descriptor_curve(life: list[Sample]) -> list[tuple[float, float]]:
-    """The fewest in each window."""
+def curve(life: list[Sample], value: Callable[[Sample], float]) -> list[tuple[float, float]]:
+    """The least in each window."""
     windows = [life[start : start + _WINDOW] for start in range(0, len(life) - _WINDOW + 1, _WINDOW)]
-    return [(window[0].at, float(min(sample.descriptors for sample in window))) for window in windows]
+    return [(window[0].at, min(map(value, window))) for window in windows]
 
 
 def slope(curves: list[list[tuple[float, float]]]) -> Slope:
@@ -109,12 +111,19 @@ def slope(curves: list[list[tuple[float, float]]]) -> Slope:
 def look(pid: int, at: float) -> Sample | None:
     """A process as it is now."""
     try:
-        memory = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        mappings = Path(f"/proc/{pid}/smaps").read_text().split("VmFlags:")
         descriptors = len(list(Path(f"/proc/{pid}/fd").iterdir()))
     except OSError:
         return None
-    pages = [line.split()[1] for line in memory.splitlines() if line.startswith("Anonymous")]
-    return Sample(at, pid, int(pages[0]) / 1024, descriptors) if pages else None
+    own = kv = 0
+    for mapping, after in itertools.pairwise(mappings):
+        found = re.search(r"^Anonymous: +(\d+)", mapping, re.MULTILINE)
+        kilobytes = int(found[1]) if found else 0
+        if "hg" in after.partition("\n")[0].split():
+            kv += kilobytes
+        else:
+            own += kilobytes
+    return Sample(at, pid, own / 1024, kv / 1024, descriptors) if own else None
 
 
 class Soak:
@@ -217,8 +226,9 @@ def main() -> None:
         level = [sample.megabytes for life in quiet for sample in life]
         if not level:
             continue  # who never lived while the run was left alone has nothing to measure
-        memory = slope([memory_curve(life) for life in quiet])
-        descriptors = slope([descriptor_curve(life) for life in quiet])
+        curves = [curve(life, lambda sample: sample.megabytes) for life in quiet]
+        memory = slope(curves)
+        descriptors = slope([curve(life, lambda sample: sample.descriptors) for life in quiet])
         mean = sum(level) / len(level)
         worst_memory = max(worst_memory, memory.sure / mean)
         worst_descriptors = max(worst_descriptors, descriptors.sure)
@@ -226,13 +236,12 @@ def main() -> None:
             "lives": len({sample.life for sample in samples}),
             "megabytes": round(mean, 1),
             "most_megabytes": round(max(sample.megabytes for sample in samples), 1),
+            "kv_megabytes": round(max(sample.kv_megabytes for sample in samples), 1),
             "megabytes_each_hour": _finite(memory),
             "bytes_each_step": round(memory.each_hour * (1 << 20) / max(1.0, steps)),
             "descriptors": max(sample.descriptors for sample in samples),
             "descriptors_each_hour": _finite(descriptors),
-            "curve": [[round(at), round(megabytes, 2)] for life in quiet[:1] for at, megabytes in memory_curve(life)][
-                ::6
-            ],
+            "curves": [[[round(at), round(megabytes, 2)] for at, megabytes in one] for one in curves],
         }
         shown = figures["processes"][place]
         table.add_row(
