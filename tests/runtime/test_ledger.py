@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 from pathlib import Path
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dora_rl.core import commands as c
@@ -51,6 +51,7 @@ changes = st.one_of(
 )
 
 
+@settings(deadline=None, max_examples=60)
 @given(st.lists(changes, max_size=12))
 def test_reports_brought_together_mean_the_same(changes: list[Statement]) -> None:
     assert table(list(gathered(changes))) == table(changes)
