@@ -103,12 +103,6 @@ class RunFolder:
         """Where relative paths of the configuration start."""
         return Path(self._document()["base"])
 
-    def parse(self, data: bytes) -> RunConfig:
-        """The configuration as a process was told it."""
-        from dora_rl.runtime.config import RunConfig
-
-        return build(RunConfig, json.loads(data), str(self.config))
-
     def store(self, config: RunConfig) -> WeightStore:
         """The published versions."""
         from dora_rl.weights.store import WeightStore
@@ -128,3 +122,10 @@ class RunFolder:
         except (OSError, ValueError, KeyError, TypeError, RecursionError, AssertionError) as error:
             raise UserError(f"{self.config} can't be read: {error}") from error
         return document
+
+
+def parse(data: bytes) -> RunConfig:
+    """The configuration as a process was told it."""
+    from dora_rl.runtime.config import RunConfig
+
+    return build(RunConfig, json.loads(data))

@@ -36,7 +36,9 @@ class Start(Message, frozen=True, kw_only=True):
     config: bytes
     """The run's config as JSON."""
     folder: str
-    """The run's folder."""
+    """The run's folder; only the trainer, and instances of its machine, may count on it."""
+    base: str
+    """Where relative paths of the configuration start."""
     origin: Nanoseconds
     """Monotonic time at which the run's clock reads zero."""
     threads: int

@@ -23,7 +23,7 @@ from dora_rl.core.trajectory import Group, Trajectory
 from dora_rl.models.loading import load
 from dora_rl.runtime import messages as m
 from dora_rl.runtime.channel import Channel
-from dora_rl.runtime.folder import RunFolder
+from dora_rl.runtime.folder import RunFolder, parse
 from dora_rl.trainer import checkpoint
 from dora_rl.trainer.trainer import Trainer
 
@@ -36,7 +36,7 @@ class TrainerProcess:
     def __init__(self, start: m.Start, channel: Channel[m.ToProcess]) -> None:
         torch.set_num_threads(start.threads)
         self._folder = RunFolder.open(start.folder)
-        config = self._folder.parse(start.config)
+        config = parse(start.config)
         self._config = config
         self._channel = channel
         torch.manual_seed(config.seed)
