@@ -46,6 +46,8 @@ class Hello(Record, frozen=True, kw_only=True):
     """Of which machine: process ids mean something only to those of the same one."""
     node: str
     """Of the cluster."""
+    cores: int
+    """That this process may use."""
 
 
 class Welcome(Record, frozen=True, kw_only=True):
@@ -140,12 +142,16 @@ def enter(address: str, port: int, token: bytes, node: str) -> tuple[socket.sock
     kernel = this_kernel()
     try:
         prepare(link)
-        _send(link, Hello(token=token, pid=os.getpid(), kernel=kernel, node=node))
+        _send(link, Hello(token=token, pid=os.getpid(), kernel=kernel, node=node, cores=_cores()))
         welcome = msgspec.msgpack.decode(_receive(link), type=Welcome)
     except (OSError, ValueError, msgspec.DecodeError) as error:
         link.close()
         raise RunError(f"the supervisor at {address}:{port} did not let this process in: {error}") from error
     return link, 0 if welcome.kernel == kernel else time.monotonic_ns() - welcome.clock
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def prepare(link: socket.socket) -> None:

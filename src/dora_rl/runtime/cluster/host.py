@@ -102,7 +102,8 @@ class RayHost:
         self._groups: dict[str, Any] = {}
         self._hosted: dict[str, Hosted] = {}
         self._wake: Callable[[], None] = lambda: None
-        self._cores: dict[str, int] = {"": 1}
+        self._cores: dict[str, int] = {}
+        """Of each node: what it gives to Ray, or what it has, if that is less."""
         self._door = Door(self._let_in)
 
     def begin_with(self, wake: Callable[[], None]) -> None:
@@ -126,9 +127,7 @@ class RayHost:
         return hosted
 
     def cores(self, machine: str) -> int:
-        if machine not in self._cores:
-            self._cores[machine] = cores_of(machine)
-        return self._cores[machine]
+        return self._cores.get(machine, 1)
 
     def room(self) -> int | None:
         """How many instances the cluster has room for, if it is to be filled."""
@@ -167,6 +166,8 @@ class RayHost:
         if hosted is None:
             link.close()
             return
+        if hello.node not in self._cores:
+            self._cores[hello.node] = min(hello.cores, cores_of(hello.node))
         hosted.connected(hello, link)
         self._wake()
 
