@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +13,7 @@ import pytest
 
 pytest.importorskip("ray", reason="the Ray runtime needs the extra `ray`")
 
-from dora_rl.core import events as e
 from dora_rl.core.errors import BundleError, StoreError
-from dora_rl.ledger.ledger import connect, read_events
 from dora_rl.runtime.folder import RunFolder
 from dora_rl.runtime.scaling import scale
 from tests.chaos_ray import RayChaos
@@ -41,15 +41,19 @@ def nodes() -> Iterator[Nodes]:
     nodes.close()
 
 
-def events(folder: RunFolder) -> list[e.Event]:
-    connection = connect(folder.ledger)
-    found = [logged.event for logged in read_events(connection)]
-    connection.close()
+def names(folder: RunFolder, kind: str) -> list[str]:
+    """Instances that an event of this kind was about, in order."""
+    found = []
+    for line in folder.events.read_text().splitlines() if folder.events.exists() else []:
+        with contextlib.suppress(ValueError):  # the last line may be half-written
+            event = json.loads(line)["event"]
+            if event["event"] == kind:
+                found.append(event["spec"]["instance"] if "spec" in event else event["instance"])
     return found
 
 
 def joined(folder: RunFolder) -> list[str]:
-    return [event.spec.instance for event in events(folder) if isinstance(event, e.InstanceJoined)]
+    return names(folder, "InstanceJoined")
 
 
 def until(seen: Any, seconds: float = 120.0) -> None:
@@ -76,7 +80,7 @@ def test_a_node_is_lost_and_another_joins_in_mid_run(nodes: Nodes, base: Path) -
     until(lambda: len(joined(run.folder)) == 2)
     assert run.wait_for_events(run.events() + 20)
     nodes.lose()
-    until(lambda: any(isinstance(event, e.InstanceLost) for event in events(run.folder)))
+    until(lambda: names(run.folder, "InstanceLost"))
     before = run.events()
     assert run.wait_for_events(before + 20)  # it goes on with what is left
     nodes.add()

@@ -42,6 +42,7 @@ def train(
     if (config is None) == (resume is None):
         raise UserError("give a config file to begin a run, or --resume RUN to go on with one")
     need_torch()
+    from dora_rl.runtime.cluster.start import need_ray
     from dora_rl.runtime.folder import RunFolder
 
     settings = assignments(context.args)
@@ -56,6 +57,8 @@ def train(
     if dry_run:
         print_config(resolved)
         return
+    if resolved.runtime == "ray":
+        need_ray()  # before there is a folder
     go_on(RunFolder.create(resolved, config.resolve().parent, name))
 
 
