@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 class Carriage(Protocol):
     """What an instance takes weights and bundles from."""
 
+    @property
+    def address(self) -> str:
+        """Of this machine, where the other processes of the run reach it."""
+        ...
+
     def weights(self, start: Start, config: RunConfig) -> Leasing:
         """The published versions."""
         ...
@@ -37,6 +42,8 @@ class Carriage(Protocol):
 
 class LocalCarriage:
     """Files that are mapped, and shared memory."""
+
+    address = "127.0.0.1"
 
     def weights(self, start: Start, config: RunConfig) -> Leasing:
         from dora_rl.runtime.folder import RunFolder

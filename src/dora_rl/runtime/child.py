@@ -57,10 +57,10 @@ def _play(start: Start, channel: Channel[ToProcess], messages: list[ToProcess], 
             from dora_rl.runtime.instance import Instance
 
             Instance(start, channel, carriage).serve(messages)
-        case "trainer":
+        case "trainer" | "rank":
             from dora_rl.runtime.trainer import TrainerProcess
 
-            TrainerProcess(start, channel).serve(messages)
+            TrainerProcess(start, channel, carriage.address).serve(messages)
         case "judge":
             from dora_rl.runtime.judge import serve
 

@@ -25,6 +25,9 @@ class Crew:
         self.places: list[Process] = []
         """All instances that the run shall have, in the order in which they came; also those given up."""
         self._trainer: Process | None = None
+        self.ranks: list[Process] = []
+        """The other processes that train."""
+        self._meeting: m.Meet | None = None
         self.training = 0
         """Groups that the trainer has not reported back, and a step that it applies."""
 
@@ -33,8 +36,29 @@ class Crew:
         assert self._trainer is not None, "the trainer comes first"
         return self._trainer
 
-    def begin_trainer(self) -> None:
-        self._trainer = self._processes.start("trainer", "trainer")
+    def begin_trainer(self, ranks: int) -> None:
+        self._trainer = self._processes.start("trainer", "trainer", ranks=ranks)
+        for rank in range(1, ranks):
+            self.ranks.append(self._processes.start("rank", f"rank{rank}", rank=rank, ranks=ranks))
+
+    def meet(self, meeting: m.Meeting) -> None:
+        """The first rank waits for the others there."""
+        self._meeting = m.Meet(address=meeting.address, port=meeting.port)
+        for process in self.ranks:
+            if process.heard is not None:
+                process.send(self._meeting)
+
+    def rank_ready(self, process: Process) -> None:
+        """A rank can be told where to meet; if that is not known yet, it will be."""
+        if self._meeting is not None:
+            process.send(self._meeting)
+
+    def trainer_lost(self) -> None:
+        """The ranks train together or not at all."""
+        self.training = 0
+        self._meeting = None
+        for process in self.ranks:
+            self._processes.start_again_with(self.trainer, process)
 
     def begin_instance(self) -> None:
         """At the first place that is free."""
@@ -73,7 +97,10 @@ class Crew:
             trains = self.training > 0 and self._trainer in here
             shares = share(self._processes.cores(machine), busy, trainer_busy=trains)
             for process in here:
-                _set_threads(process, shares.trainer if process is self._trainer else shares.instance)
+                trains_here = process is self._trainer
+                _set_threads(
+                    process, max(1, shares.trainer // (1 + len(self.ranks))) if trains_here else shares.instance
+                )
 
     def _fill(self, process: Process, life: int | None = None) -> None:
         self._instances[f"{process.place}.{life or process.life}"] = process

@@ -46,6 +46,9 @@ class Hearing:
             parts.evaluation.hear(message, parts.judges)
         elif process.role == "trainer":
             self._from_trainer(message)
+        elif process.role == "rank":
+            assert isinstance(message, m.Ready)
+            parts.crew.rank_ready(process)
         else:
             self._from_instance(process, message)
 
@@ -121,6 +124,8 @@ class Hearing:
                 self._noting.label_trainer()
             case m.Stepped(step=step, metrics=metrics):
                 self._noting.stepped(step, metrics)
+            case m.Meeting():
+                parts.crew.meet(message)
             case m.Saved(version=version, path=path):
                 self._saved(version, path)
             case _:

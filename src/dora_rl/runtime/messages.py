@@ -42,6 +42,9 @@ class Start(Message, frozen=True, kw_only=True):
     origin: Nanoseconds
     """Monotonic time at which the run's clock reads zero."""
     threads: int
+    rank: int = 0
+    """Of the trainer's processes, which one."""
+    ranks: int = 1
 
 
 class Do(Message, frozen=True, kw_only=True):
@@ -138,6 +141,13 @@ class Train(Message, frozen=True, kw_only=True):
     step: StepId
     attempt: Attempt
     groups: tuple[TrainedGroup, ...]
+
+
+class Meet(Message, frozen=True, kw_only=True):
+    """Where the ranks of the trainer meet."""
+
+    address: str
+    port: int
 
 
 class Save(Message, frozen=True, kw_only=True):
@@ -269,7 +279,14 @@ class Saved(Message, frozen=True, kw_only=True):
 
 
 class Ready(Message, frozen=True, kw_only=True):
-    """A judge can be asked."""
+    """A judge can be asked; a rank of the trainer can be told where to meet."""
+
+
+class Meeting(Message, frozen=True, kw_only=True):
+    """Where the first rank of the trainer waits for the others."""
+
+    address: str
+    port: int
 
 
 class Judged(Message, frozen=True, kw_only=True):
@@ -307,7 +324,20 @@ class Died(Message, frozen=True, kw_only=True):
     """A mistake in the configuration, that starting again does not mend."""
 
 
-ToProcess = Start | Do | Threads | Stop | Submit | Export | Import | Extend | End | Train | Save | Judge | Play
+ToProcess = Start | Do | Threads | Stop | Submit | Export | Import | Extend | End | Train | Meet | Save | Judge | Play
 FromProcess = (
-    Joined | Report | Exported | Imported | Spent | Counted | Stepped | Saved | Ready | Judged | Played | Refused | Died
+    Joined
+    | Report
+    | Exported
+    | Imported
+    | Spent
+    | Counted
+    | Stepped
+    | Meeting
+    | Saved
+    | Ready
+    | Judged
+    | Played
+    | Refused
+    | Died
 )

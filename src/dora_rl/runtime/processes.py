@@ -38,6 +38,8 @@ class Process:
     place: str
     """`i0`, `trainer`: stays the same over its lives."""
     threads: int = 1
+    rank: int = 0
+    ranks: int = 1
     life: int = 0
     failures: int = 0
     """In a row."""
@@ -97,9 +99,9 @@ class Processes:
         self.all: list[Process] = []
         host.begin_with(self.wake)
 
-    def start(self, role: str, place: str) -> Process:
+    def start(self, role: str, place: str, *, rank: int = 0, ranks: int = 1) -> Process:
         """Fill a place."""
-        process = Process(role, place, life=self._lives.get(place, 0))
+        process = Process(role, place, rank=rank, ranks=ranks, life=self._lives.get(place, 0))
         self.all.append(process)
         self._spawn(process)
         return process
@@ -171,6 +173,11 @@ class Processes:
         process.restart_at = time.monotonic() + pause
         return True
 
+    def start_again_with(self, other: Process, process: Process) -> None:
+        """A process that is of no use without the other ends and begins with it."""
+        self._kill(process)
+        process.restart_at, process.given_up = other.restart_at, other.given_up
+
     def dismiss(self, process: Process) -> None:
         """The process shall end, and its place with it; should the place be filled again, it is by another life."""
         self._kill(process)
@@ -221,6 +228,8 @@ class Processes:
                 base=str(self._folder.base()),
                 origin=self._origin,
                 threads=process.threads,
+                rank=process.rank,
+                ranks=process.ranks,
             )
         )
 

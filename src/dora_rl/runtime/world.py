@@ -138,7 +138,7 @@ class ProcessWorld:
 
     def begin(self, scaling: Scaling | None) -> None:
         """Start the processes; without a scaling, no instances."""
-        self._parts.crew.begin_trainer()
+        self._parts.crew.begin_trainer(self._parts.config.trainer.ranks)
         self._scaling = scaling
         self._scale()
 
@@ -254,7 +254,11 @@ class ProcessWorld:
 
     def _lost(self, process: Process, reason: str) -> None:
         """A process has ended, or is to end, without being asked to."""
-        parts, name = self._parts, process.name
+        parts = self._parts
+        if process.role == "rank":
+            parts.crew.trainer.said = parts.crew.trainer.said or process.said
+            process, reason = parts.crew.trainer, f"{process.name}: {reason}"
+        name = process.name
         again = parts.processes.bury(process, reason)
         parts.recorder.note("lost", self.now(), who=name, reason=reason)
         fate = "it is started again" if again else "it is given up after too many failures"
@@ -266,7 +270,7 @@ class ProcessWorld:
             if not again:
                 parts.evaluation.give_up()
         elif process.role == "trainer":
-            parts.crew.training = 0
+            parts.crew.trainer_lost()
             self._saving = None
             self._happen(e.TrainerLost(reason=reason))
         else:

@@ -110,6 +110,7 @@ class RayHost:
         self._wake = wake
 
     def begin(self, role: str, place: str, name: str) -> Hosted:
+        role = "trainer" if role == "rank" else role
         need: NeedConfig = getattr(self._config, role)
         group = self._group(role, place, need)
         options = {

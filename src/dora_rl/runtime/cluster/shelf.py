@@ -75,6 +75,10 @@ class RayCarriage:
     def __init__(self, supervisor: Any) -> None:
         self._supervisor = supervisor
 
+    @property
+    def address(self) -> str:
+        return str(ray.util.get_node_ip_address())
+
     def weights(self, start: Start, config: RunConfig) -> RayCarriage:  # noqa: ARG002
         return self
 
