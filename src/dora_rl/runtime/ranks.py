@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from dora_rl.runtime import messages as m
 from dora_rl.runtime.channel import Channel
@@ -42,7 +43,7 @@ def gather(start: m.Start, channel: Channel[m.ToProcess], device: str, address: 
         # Bound to the one address: the store would listen on all.
         listener = socket.create_server((address, 0))
         port = int(listener.getsockname()[1])
-        store = dist.TCPStore(
+        store = TCPStore(
             address, port, start.ranks, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
         channel.send(m.Meeting(address=address, port=port))
@@ -97,4 +98,4 @@ def _wait_for_meeting(channel: Channel[m.ToProcess]) -> m.Meet:
 
 
 def _join_store(meeting: m.Meet, ranks: int) -> Any:
-    return dist.TCPStore(meeting.address, meeting.port, ranks, is_master=False)
+    return TCPStore(meeting.address, meeting.port, ranks, is_master=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -83,7 +83,7 @@ def join(device: str, timeout_s: float = 600.0) -> World:
     return World(dist.get_rank(), size, init_device_mesh(device, (size,)))
 
 
-def meet(device: str, store: dist.Store, rank: int, size: int, timeout_s: float = 600.0) -> World:
+def meet(device: str, store: Any, rank: int, size: int, timeout_s: float = 600.0) -> World:
     """The world of the processes that share a store."""
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
