@@ -37,6 +37,7 @@ class RayChaos:
             "control": {"max_staleness": self.dice.randint(0, 4), "group_size": self.dice.randint(2, 4)},
             "rollout": {"engine": {"slots": self.dice.choice([1, 2])}},
             "checkpoint": {"every": self.dice.randint(1, 3)},
+            "trainer": {"ranks": self.dice.choice([1, 1, 2])},
             "supervision": {"restarts": 50},
         }
         self.run_ = RayRun(make_run(base, f"chaos-ray-{seed}", merged(ray_settings(base, self._steps), other)))
