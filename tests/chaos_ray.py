@@ -31,7 +31,7 @@ class RayChaos:
         self.dice = random.Random(seed)
         self.survived: Counter[str] = Counter()
         self._nodes = nodes
-        self._steps = self.dice.randint(12, 20)
+        self._steps = self.dice.randint(30, 50)
         nodes.restore()
         other = {
             "control": {"max_staleness": self.dice.randint(0, 4), "group_size": self.dice.randint(2, 4)},

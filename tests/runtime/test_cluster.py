@@ -56,7 +56,7 @@ def joined(folder: RunFolder) -> list[str]:
     return names(folder, "InstanceJoined")
 
 
-def until(seen: Any, seconds: float = 120.0) -> None:
+def until(seen: Any, seconds: float = 200.0) -> None:
     end = time.monotonic() + seconds
     while not seen():
         assert time.monotonic() < end
@@ -66,8 +66,7 @@ def until(seen: Any, seconds: float = 120.0) -> None:
 def test_local_and_ray_give_the_same_trajectories_and_weights(nodes: Nodes, host: Host, base: Path) -> None:
     sync = {"mode": "sync"}
     local = host.start(make_run(base, "on-local", merged(settings(base, steps=3), {"control": sync})))
-    tree = ray_settings(base, 3)
-    remote = RayRun(make_run(base, "on-ray", merged(tree, {"control": sync})))
+    remote = RayRun(make_run(base, "on-ray", merged(ray_settings(base, 3), {"control": sync})))
     local.wait()
     assert remote.broken(remote.wait(), 3) == []
     assert batches(remote.folder) == batches(local.folder)
@@ -75,21 +74,21 @@ def test_local_and_ray_give_the_same_trajectories_and_weights(nodes: Nodes, host
 
 
 def test_a_node_is_lost_and_another_joins_in_mid_run(nodes: Nodes, base: Path) -> None:
-    steps = 40
+    steps = 80
     run = RayRun(make_run(base, "nodes", ray_settings(base, steps)))
     until(lambda: len(joined(run.folder)) == 2)
     assert run.wait_for_events(run.events() + 20)
     nodes.lose()
     until(lambda: names(run.folder, "InstanceLost"))
     before = run.events()
-    assert run.wait_for_events(before + 20)  # it goes on with what is left
+    assert run.wait_for_events(before + 10)  # it goes on with what is left
     nodes.add()
     until(lambda: len(joined(run.folder)) == 3)
     assert run.broken(run.wait(), steps) == []
 
 
 def test_instances_follow_the_nodes_and_the_supervisor_can_be_killed(nodes: Nodes, base: Path) -> None:
-    steps = 30
+    steps = 80
     nodes.restore()
     run = RayRun(make_run(base, "all", ray_settings(base, steps, ray={"instances": "all"})))
     until(lambda: len(joined(run.folder)) == 2)
@@ -104,7 +103,7 @@ def test_instances_follow_the_nodes_and_the_supervisor_can_be_killed(nodes: Node
 
 
 def test_scale_on_a_cluster(nodes: Nodes, base: Path) -> None:
-    steps = 20
+    steps = 80
     tree = ray_settings(base, steps, rollout={"instances": 1})
     run = RayRun(make_run(base, "scaled-on-ray", tree))
     until(lambda: len(joined(run.folder)) == 1)

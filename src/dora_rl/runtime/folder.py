@@ -11,6 +11,7 @@ checkpoints/    what training goes on from; `policy/` in each is for users
 logs/           what the processes printed
 tensorboard/    the figures for TensorBoard
 report.html     the page about the run
+.lock .trainer  held by the supervisor and by the trainer: there is one of each
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ class RunFolder:
         self.logs = path / "logs"
         self.tensorboard = path / "tensorboard"
         self.report = path / "report.html"
+        self.lock = path / ".lock"
+        self.trainer_lock = path / ".trainer"
 
     @classmethod
     def create(cls, config: RunConfig, base: Path, name: str | None = None) -> RunFolder:

@@ -268,7 +268,7 @@ class _Past:
 
 def _lock(folder: RunFolder) -> Any:
     """One supervisor at a time."""
-    file = (folder.path / ".lock").open("w")
+    file = folder.lock.open("w")
     end = time.monotonic() + _DYING
     while True:
         try:

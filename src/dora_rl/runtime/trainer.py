@@ -2,14 +2,16 @@
 
     Train, Apply, Publish -> trainer -> Accumulated, Trained, Published, Checkpointed
 
-It starts from the newest sound checkpoint. A damaged one is set aside and the one before it is taken; the groups since
-then come again.
+It starts when no other trainer of the run is alive anywhere, from the newest sound checkpoint. A damaged one is set
+aside and the one before it is taken; the groups since then come again.
 """
 
 from __future__ import annotations
 
+import fcntl
 import sys
 from pathlib import Path
+from typing import IO
 
 import msgspec
 import numpy as np
@@ -50,6 +52,7 @@ class TrainerProcess:
         self._trainer = Trainer(loaded.model, settings, world=world)
         self._store = self._folder.store(config)
         if world.rank == 0:
+            self._sole = _wait_to_be_sole(self._folder)
             self._store.sweep()
         self._due = False
         """A checkpoint is to be written after the next publishing."""
@@ -190,6 +193,13 @@ def _trajectory(sent: m.TrainedTrajectory) -> Trajectory:
         stop_reason=sent.stop_reason,
         routed_experts=experts,
     )
+
+
+def _wait_to_be_sole(folder: RunFolder) -> IO[str]:
+    """Two trainers must not write to one folder. The lock is let go of with the process that has it."""
+    file = folder.trainer_lock.open("w")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    return file
 
 
 def _set_aside(path: Path) -> None:

@@ -4,7 +4,8 @@ Invariants:
 - an actor is never restarted by Ray: the supervisor does that, under a name of its own for each life;
 - a place keeps its placement group over its lives; if its node is lost, Ray finds another for it, and until then the
   process waits for room, which is no failure;
-- the trainer has ended for certain before another is started: two must not write to one folder.
+- a process that could not be ended, since its node can't be reached, is heard by nobody; a trainer among them can't
+  write beside the next one, which waits for the lock on the run's folder.
 """
 
 from __future__ import annotations
@@ -31,9 +32,6 @@ from dora_rl.runtime.cluster.nodes import cores_of, room
 from dora_rl.runtime.cluster.shelf import Shelf
 from dora_rl.runtime.folder import RunFolder
 from dora_rl.runtime.machine import Machine
-
-_DYING = 30.0
-"""Seconds for a trainer on another machine to be gone."""
 
 
 class Hosted:
@@ -79,15 +77,6 @@ class Hosted:
                 time.sleep(0.001)
 
 
-class Trainer(Hosted):
-    """A process that must not be left alive."""
-
-    def end(self) -> None:
-        super().end()
-        if self._pid is None:
-            ray.wait([self._served], timeout=_DYING)
-
-
 class RayHost:
     """The cluster."""
 
@@ -123,8 +112,7 @@ class RayHost:
         }
         log = str(self._folder.logs.resolve() / f"{place}.log")
         actor = ray.remote(Member).options(**options).remote(self._supervisor, self._door.expect(name), log)
-        kind = Trainer if role == "trainer" else Hosted
-        self._hosted[name] = hosted = kind(actor, actor.serve.remote(), group, self._kernel)
+        self._hosted[name] = hosted = Hosted(actor, actor.serve.remote(), group, self._kernel)
         return hosted
 
     def cores(self, machine: str) -> int:
