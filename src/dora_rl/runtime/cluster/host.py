@@ -10,7 +10,6 @@ Invariants:
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
@@ -37,8 +36,9 @@ from dora_rl.runtime.machine import Machine
 class Hosted:
     """One process, as the cluster knows it."""
 
-    def __init__(self, actor: Any, served: Any, group: Any, kernel: str) -> None:
+    def __init__(self, actor: Any, served: Any, group: Any, kernel: str, forget: Callable[[], None]) -> None:
         self._actor = actor
+        self._forget = forget
         self._served = served
         self._group = group
         self._kernel = kernel
@@ -69,12 +69,19 @@ class Hosted:
         return "its process ended"
 
     def end(self) -> None:
+        self._forget()
         ray.kill(self._actor, no_restart=True)
-        if self._pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pid, signal.SIGKILL)
+        if self._pid is not None and _kill(self._pid):
             while alive(self._pid):
                 time.sleep(0.001)
+
+
+def _kill(pid: int) -> bool:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except OSError:  # it is gone, or another user's, which is left to Ray
+        return False
+    return True
 
 
 class RayHost:
@@ -112,7 +119,8 @@ class RayHost:
         }
         log = str(self._folder.logs.resolve() / f"{place}.log")
         actor = ray.remote(Member).options(**options).remote(self._supervisor, self._door.expect(name), log)
-        self._hosted[name] = hosted = Hosted(actor, actor.serve.remote(), group, self._kernel)
+        served = actor.serve.remote()
+        self._hosted[name] = hosted = Hosted(actor, served, group, self._kernel, lambda: self._forget(name))
         return hosted
 
     def cores(self, machine: str) -> int:
@@ -149,6 +157,11 @@ class RayHost:
             where = {"bundle_label_selector": [{"ray.io/node-id": self._node}]} if pinned else {}
             self._groups[place] = placement_group([need.bundle()], strategy="PACK", **where)
         return self._groups[place]
+
+    def _forget(self, name: str) -> None:
+        """Whoever comes under this name from now on comes too late."""
+        self._door.forget(name)
+        self._hosted.pop(name, None)
 
     def _let_in(self, name: str, hello: Hello, link: socket.socket) -> None:
         hosted = self._hosted.pop(name, None)

@@ -27,5 +27,5 @@ def room(config: RayConfig, supervisor: str) -> int:
         left = Counter(has)
         if node == supervisor:
             left.subtract(config.trainer.bundle())
-        found += min(int(left[name] / amount + 1e-9) for name, amount in need.items())
-    return max(0, found)
+        found += max(0, min(int(left[name] / amount + 1e-9) for name, amount in need.items()))
+    return found
