@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .PHONY: help setup format test lint types check soak chaos fuzz soak-run quickstart smollm2 warm-start clean \
-	bench-control bench-engine bench-trainer bench-run bench-learning paper-table
+	bench-control bench-engine bench-trainer bench-run bench-learning bench-cluster chaos-ray paper-table
 .DEFAULT_GOAL := help
 
 help:            ## list the targets
@@ -36,6 +36,9 @@ soak: setup      ## run SCHEDULES random fault schedules (default 20000) from SE
 
 chaos: setup     ## run RUNS whole runs (default 100) of a small job with random faults from SEED, then audit each
 	$(BIN)/python -m tests.chaos_run --runs $(or $(RUNS),100) --seed $(or $(SEED),0)
+
+chaos-ray: setup ## run RUNS whole runs (default 10) on a three-node Ray cluster with random faults, node loss included
+	$(BIN)/python -m tests.chaos_ray --runs $(or $(RUNS),10) --seed $(or $(SEED),0)
 
 fuzz: setup      ## feed INPUTS damaged inputs (default 20000) to everything that parses
 	$(BIN)/python -m tests.fuzz --inputs $(or $(INPUTS),20000)
@@ -70,6 +73,10 @@ bench-run: setup      ## whole runs in all modes on two jobs: speed, occupancy, 
 
 bench-learning: setup ## held-out accuracy against steps and seconds in all modes, five seeds (about 40 minutes)
 	$(BIN)/python -m benchmarks.learning --seeds $(or $(SEEDS),5)
+
+bench-cluster: setup  ## the Ray runtime against the local one on one machine, its costs, and what they mean for larger clusters
+	$(BIN)/python -m benchmarks.cluster --repeats $(or $(REPEATS),3)
+	$(BIN)/python -m benchmarks.cluster --predict
 
 quickstart: setup     ## train the small warm model with several versions live, in a few minutes
 	$(BIN)/dora-rl train examples/quickstart/quickstart.toml

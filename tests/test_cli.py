@@ -155,3 +155,20 @@ def test_a_bad_cluster_file_is_named_with_its_field(tmp_path: Path) -> None:
     done = run("plan", cluster, trace)
     assert done.returncode == 2
     assert "did you mean 'rollout.max_requests'" in done.stderr
+
+
+def test_a_missing_ray_is_said_with_its_install_line_before_anything_begins(tmp_path: Path) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text(
+        '[model]\npath = "m"\n[data]\nsource = "d"\n[reward]\nfunctions = ["exact"]\n'
+        "[control]\ngroups_per_step = 1\ngroup_size = 2\nmax_response_tokens = 8\n"
+    )
+    out = tmp_path / "runs"
+    arguments = ["dora-rl", "train", str(config), "--runtime", "ray", "--out", str(out)]
+    program = (
+        f"import sys; sys.modules['ray'] = None; from dora_rl.apps.cli import main; sys.argv = {arguments!r}; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stderr
+    assert "pip install 'dora-rl[ray]'" in done.stderr
+    assert not out.exists()

@@ -49,6 +49,12 @@ def hangs_always(prompts, completions, **_):
 def raises_always(prompts, completions, **_):
     raise ValueError("never again")
 
+def unhurried(prompts, completions, **_):
+    """Takes its time until somebody is in a hurry, so that a run lasts as long as it has to."""
+    if not (HERE / "hurry").exists():
+        time.sleep(0.2)
+    return reward(prompts, completions)
+
 def huge(prompts, completions, **_):
     return [3e38 if len(text) % 2 else -3e38 for text in completions]
 '''

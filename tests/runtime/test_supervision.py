@@ -16,6 +16,7 @@ from dora_rl.apps.audit import audited
 from dora_rl.core.config import build
 from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.folder import RunFolder
+from dora_rl.runtime.hosting import LocalHost
 from dora_rl.runtime.nursery import Nursery
 from dora_rl.runtime.processes import Process, Processes
 from tests.runtime.checks import broken, leftovers, wait_for_events
@@ -116,10 +117,10 @@ def test_reward_that_always_kills_its_process_ends_the_run(host: Host, base: Pat
 def test_same_cause_counts_however_long_a_process_lives(tmp_path: Path) -> None:
     tree = merged(settings(tmp_path), {"supervision": {"restarts": 2}})
     folder = RunFolder(tmp_path)
-    processes = Processes(folder, build(RunConfig, tree), NoNursery(), 0, {})
+    processes = Processes(folder, build(RunConfig, tree), LocalHost(folder, NoNursery()), 0, {})
 
     def lives(cause: str) -> list[bool]:
-        process = Process("trainer", "trainer", 1)
+        process = Process("trainer", "trainer")
         again = []
         for _ in range(5):
             process.said = cause

@@ -13,6 +13,7 @@ from dora_rl.apps.generate import generate
 from dora_rl.apps.init import init
 from dora_rl.apps.report import report
 from dora_rl.apps.runs import runs
+from dora_rl.apps.scale import scale
 from dora_rl.apps.sft import sft
 from dora_rl.apps.simulate import plan_command, sim
 from dora_rl.apps.train import train
@@ -44,6 +45,7 @@ app.command("sim")(sim)
 app.command("plan")(plan_command)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(train)
 app.command()(audit)
+app.command()(scale)
 app.command()(sft)
 app.command()(generate)
 app.command()(report)

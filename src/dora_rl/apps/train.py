@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -34,15 +34,20 @@ def train(
     config: Annotated[Path | None, typer.Argument(help="TOML file; `dora-rl init` writes one.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Folder of a run to go on with.")] = None,
     name: Annotated[str | None, typer.Option(help="Name of the run's folder; the time if not given.")] = None,
+    runtime: Annotated[str | None, typer.Option(help="`local`, or `ray` for a cluster: see docs/cluster.md.")] = None,
+    address: Annotated[str | None, typer.Option(help="Of the Ray cluster: `auto`, or HOST:PORT.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and stop.")] = False,
 ) -> None:
     """Train a model with RL. Any setting can be given as an option: --control.max_staleness 4."""
     if (config is None) == (resume is None):
         raise UserError("give a config file to begin a run, or --resume RUN to go on with one")
     need_torch()
+    from dora_rl.runtime.cluster.start import need_ray
     from dora_rl.runtime.folder import RunFolder
 
     settings = assignments(context.args)
+    settings += [f"runtime={runtime}"] if runtime is not None else []
+    settings += [f'ray.address="{address}"'] if address is not None else []
     if resume is not None:
         folder = RunFolder.open(resume)
         go_on(folder, bound=change(folder, settings))
@@ -52,30 +57,28 @@ def train(
     if dry_run:
         print_config(resolved)
         return
+    if resolved.runtime == "ray":
+        need_ray()  # before there is a folder
     go_on(RunFolder.create(resolved, config.resolve().parent, name))
 
 
 def change(folder: RunFolder, settings: list[str]) -> int | None:
-    """Resume with another number of instances, which is written down, or another K, which is returned."""
+    """Resume elsewhere or with more or fewer instances, which is written down, or another K, which is returned."""
     before = folder.read()
     tree = override(before.model_dump(mode="json"), settings)
     after = build(type(before), tree, "options")
-    allowed = {
-        "rollout": {"instances": after.rollout.instances},
-        "control": {"max_staleness": after.control.max_staleness},
-    }
-    if build(type(before), _merged(before.model_dump(mode="json"), allowed)) != after:
+    elsewhere = {"runtime": after.runtime, "ray": after.ray}
+    rollout = before.rollout.model_copy(update={"instances": after.rollout.instances})
+    control = before.control.model_copy(update={"max_staleness": after.control.max_staleness})
+    if before.model_copy(update={**elsewhere, "rollout": rollout, "control": control}) != after:
         raise UserError(
-            "a run is resumed with the settings that it began with; only 'rollout.instances' and "
-            "'control.max_staleness' can be others: leave out the rest"
+            "a run is resumed with the settings that it began with; only 'rollout.instances', "
+            "'control.max_staleness', 'runtime' and 'ray' can be others: leave out the rest"
         )
-    if after.rollout.instances != before.rollout.instances:
-        folder.write(build(type(before), _merged(before.model_dump(mode="json"), {"rollout": allowed["rollout"]})))
+    written = before.model_copy(update={**elsewhere, "rollout": rollout})
+    if written != before:
+        folder.write(written)
     return after.control.max_staleness if any(one.startswith("control.max_staleness=") for one in settings) else None
-
-
-def _merged(tree: dict[str, Any], other: dict[str, dict[str, int]]) -> dict[str, Any]:
-    return {**tree, **{section: {**tree[section], **values} for section, values in other.items()}}
 
 
 def need_torch() -> None:
@@ -125,11 +128,18 @@ def print_config(config: RunConfig) -> None:
 def go_on(folder: RunFolder, console: Console | None = None, *, bound: int | None = None) -> None:
     """Carry a run to its end, or to an interrupt."""
     from dora_rl.apps.live import Watch
+    from dora_rl.runtime.cluster.start import need_ray
     from dora_rl.runtime.run import Run
 
     console = console or Console()
     say = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
     say(f"run {folder.path}")
+    if folder.read().runtime == "ray":
+        need_ray()
+        from dora_rl.apps.remote import go_on_ray
+
+        _end(folder, console, finished=go_on_ray(folder, console, bound))
+        return
     run = Run(folder, notice=say, bound=bound)
 
     def interrupt(*_: object) -> None:
@@ -148,8 +158,14 @@ def go_on(folder: RunFolder, console: Console | None = None, *, bound: int | Non
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    if run.world.stopping and not run.orchestrator.finished:
-        say(f"go on with: dora-rl train --resume {folder.path}")
+    _end(folder, console, finished=run.orchestrator.finished or not run.world.stopping)
+
+
+def _end(folder: RunFolder, console: Console, *, finished: bool) -> None:
+    if not finished:
+        console.print(
+            f"go on with: dora-rl train --resume {folder.path}", highlight=False, markup=False, soft_wrap=True
+        )
         sys.exit(INTERRUPTED)
     conclude(folder, console)
 

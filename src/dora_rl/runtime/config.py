@@ -12,6 +12,7 @@ from dora_rl.engine.config import EngineConfig
 from dora_rl.engine.requests import Sampling
 from dora_rl.envs.config import DataConfig, EnvironmentConfig, RewardConfig
 from dora_rl.models.loading import ModelConfig
+from dora_rl.runtime.cluster.config import RayConfig
 from dora_rl.trainer.config import TrainerConfig
 
 
@@ -124,10 +125,14 @@ class RunConfig(Config):
     """Where figures go."""
     supervision: SupervisionConfig = SupervisionConfig()
     """What is done about processes that fail."""
+    runtime: Literal["local", "ray"] = "local"
+    """Where the processes are: on this machine, or on the nodes of a Ray cluster."""
+    ray: RayConfig = RayConfig()
+    """The cluster, if the runtime is `ray`."""
     seed: int = Field(0, ge=0)
     """Same seed and prompts, same trajectories, on any number of instances."""
     threads: int = Field(0, ge=0)
-    """Cores that rollout and training share; 0 takes all."""
+    """Cores of a machine that rollout and training share; 0 takes all, or what a node gives to Ray."""
     weights: Literal["disk", "memory"] = "disk"
     """Where published versions live: on disk they survive a power loss, in shared memory publishing is quicker."""
     out: str = "runs"

@@ -102,7 +102,7 @@ class Evaluation:
         """Evaluate a version as soon as those before it are done."""
         self._waiting.append((version, self._store.lease(version)))
         if self._process is None:
-            self._process = processes.start("instance", "evaluator", 1)
+            self._process = processes.start("instance", "evaluator")
         self._next()
 
     def owns(self, process: Process) -> bool:

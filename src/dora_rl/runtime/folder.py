@@ -11,6 +11,7 @@ checkpoints/    what training goes on from; `policy/` in each is for users
 logs/           what the processes printed
 tensorboard/    the figures for TensorBoard
 report.html     the page about the run
+.lock .trainer  held by the supervisor and by the trainer: there is one of each
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ class RunFolder:
         self.logs = path / "logs"
         self.tensorboard = path / "tensorboard"
         self.report = path / "report.html"
+        self.lock = path / ".lock"
+        self.trainer_lock = path / ".trainer"
 
     @classmethod
     def create(cls, config: RunConfig, base: Path, name: str | None = None) -> RunFolder:
@@ -103,12 +106,6 @@ class RunFolder:
         """Where relative paths of the configuration start."""
         return Path(self._document()["base"])
 
-    def parse(self, data: bytes) -> RunConfig:
-        """The configuration as a process was told it."""
-        from dora_rl.runtime.config import RunConfig
-
-        return build(RunConfig, json.loads(data), str(self.config))
-
     def store(self, config: RunConfig) -> WeightStore:
         """The published versions."""
         from dora_rl.weights.store import WeightStore
@@ -128,3 +125,10 @@ class RunFolder:
         except (OSError, ValueError, KeyError, TypeError, RecursionError, AssertionError) as error:
             raise UserError(f"{self.config} can't be read: {error}") from error
         return document
+
+
+def parse(data: bytes) -> RunConfig:
+    """The configuration as a process was told it."""
+    from dora_rl.runtime.config import RunConfig
+
+    return build(RunConfig, json.loads(data))

@@ -22,14 +22,14 @@ from dora_rl.core import commands as c
 from dora_rl.core.errors import RequestError
 from dora_rl.core.events import AnyEvent, Parked, TrajectoryFailed
 from dora_rl.core.nouns import Nanoseconds
-from dora_rl.engine.bundle import Bundle
 from dora_rl.engine.engine import Engine
 from dora_rl.engine.requests import StepOutput, Tokens
 from dora_rl.engine.requests import StopReason as EngineStop
 from dora_rl.models.loading import load
 from dora_rl.runtime import messages as m
+from dora_rl.runtime.carriage import Carriage
 from dora_rl.runtime.channel import Channel
-from dora_rl.runtime.folder import RunFolder
+from dora_rl.runtime.folder import parse
 from dora_rl.runtime.heart import beat
 from dora_rl.runtime.source import StoreWeights
 
@@ -44,18 +44,18 @@ _NAP = 0.002
 class Instance:
     """The process."""
 
-    def __init__(self, start: m.Start, channel: Channel[m.ToProcess]) -> None:
+    def __init__(self, start: m.Start, channel: Channel[m.ToProcess], carriage: Carriage) -> None:
         # Who consumes comes first: the trainer takes what it needs of shared cores, rollout has all the rest.
         os.nice(_MODESTY)
         torch.set_num_threads(start.threads)
-        folder = RunFolder.open(start.folder)
-        config = folder.parse(start.config)
+        config = parse(start.config)
         self._channel = channel
+        self._carriage = carriage
         self._origin = start.origin
         self._mixes = config.control.mode == "partial"
         self._heartbeat = config.rollout.heartbeat_seconds
         loaded = load(config.model)
-        source = StoreWeights(folder.store(config), loaded.model, config.trainer.lora)
+        source = StoreWeights(carriage.weights(start, config), loaded.model, config.trainer.lora)
         self._engine = Engine(
             loaded.model,
             source,
@@ -155,7 +155,7 @@ class Instance:
         name, problem = "", ""
         if here:
             try:
-                name = self._engine.export([trajectory for trajectory, _ in here]).name
+                name = self._carriage.export(self._engine, [trajectory for trajectory, _ in here])
             except RequestError as error:
                 problem = str(error)  # no room for a bundle: they stay and go on here
         self._take(self._engine.drain())
@@ -167,7 +167,7 @@ class Instance:
 
     def _import(self, message: m.Import) -> None:
         try:
-            arrived, errors = self._engine.import_(Bundle.attach(message.bundle), message.slot)
+            arrived, errors = self._engine.import_(self._carriage.fetch(message.bundle), message.slot)
             problems = tuple(str(error) for error in errors)
         except RequestError as error:
             arrived, problems = (), (str(error),)

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from dora_rl.core.nouns import TrajectoryId
 from dora_rl.envs.environment import Environments, Session
 from dora_rl.envs.rewards import Judge
 from dora_rl.runtime import messages as m
 from dora_rl.runtime.channel import Channel
 from dora_rl.runtime.config import RunConfig
-from dora_rl.runtime.folder import RunFolder
+from dora_rl.runtime.folder import parse
 
 
 def serve(start: m.Start, channel: Channel[m.ToProcess], messages: list[m.ToProcess]) -> None:
     """Until told to stop, or alone."""
-    folder = RunFolder.open(start.folder)
-    config = folder.parse(start.config)
-    judge = Judge(config.reward, folder.base())
-    plays = _Plays(config, folder, judge) if config.environment.kind is not None else None
+    config, base = parse(start.config), Path(start.base)
+    judge = Judge(config.reward, base)
+    plays = _Plays(config, base, judge) if config.environment.kind is not None else None
     channel.send(m.Ready())
     while True:
         for message in messages:
@@ -42,9 +43,9 @@ def serve(start: m.Start, channel: Channel[m.ToProcess], messages: list[m.ToProc
 class _Plays:
     """The sessions that live here."""
 
-    def __init__(self, config: RunConfig, folder: RunFolder, judge: Judge) -> None:
+    def __init__(self, config: RunConfig, base: Path, judge: Judge) -> None:
         functions = config.reward.functions
-        self._environments = Environments(config.environment, folder.base(), judge if functions else None)
+        self._environments = Environments(config.environment, base, judge if functions else None)
         self._sessions: dict[TrajectoryId, Session] = {}
 
     def play(self, message: m.Play) -> m.Played | m.Judged:

@@ -38,7 +38,7 @@ class Judges:
     """The pool."""
 
     def __init__(self, processes: Processes, count: int) -> None:
-        self._workers = [processes.start("judge", f"judge{number}", 1) for number in range(count)]
+        self._workers = [processes.start("judge", f"judge{number}") for number in range(count)]
         self._ready: set[str] = set()
         self._waiting: deque[_Question] = deque()
         self._asked: dict[str, _Question] = {}

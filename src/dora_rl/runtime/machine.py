@@ -11,18 +11,24 @@ from pathlib import Path
 
 from dora_rl.core.nouns import Nanoseconds
 from dora_rl.ledger.ledger import connect
+from dora_rl.runtime.folder import RunFolder
+from dora_rl.runtime.hosting import Host, LocalHost
 from dora_rl.runtime.nursery import Nursery
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Machine:
     """The parts."""
 
     nursery: Callable[[Path], Nursery] = Nursery
-    """Where processes come from."""
+    """Where processes of this machine come from."""
     link: Callable[[], tuple[socket.socket, socket.socket]] = socket.socketpair
     """What they speak over."""
     clock: Callable[[], Nanoseconds] = time.monotonic_ns
     """What the run's clock follows."""
     connect: Callable[[Path], sqlite3.Connection] = connect
     """What the ledger writes with."""
+
+    def host(self, folder: RunFolder) -> Host:
+        """Where the processes of a run come from."""
+        return LocalHost(folder, self.nursery(folder.logs / "nursery.log"), self.link)

@@ -36,10 +36,15 @@ class Start(Message, frozen=True, kw_only=True):
     config: bytes
     """The run's config as JSON."""
     folder: str
-    """The run's folder."""
+    """The run's folder; only the trainer, and instances of its machine, may count on it."""
+    base: str
+    """Where relative paths of the configuration start."""
     origin: Nanoseconds
     """Monotonic time at which the run's clock reads zero."""
     threads: int
+    rank: int = 0
+    """Of the trainer's processes, which one."""
+    ranks: int = 1
 
 
 class Do(Message, frozen=True, kw_only=True):
@@ -136,6 +141,13 @@ class Train(Message, frozen=True, kw_only=True):
     step: StepId
     attempt: Attempt
     groups: tuple[TrainedGroup, ...]
+
+
+class Meet(Message, frozen=True, kw_only=True):
+    """Where the ranks of the trainer meet."""
+
+    address: str
+    port: int
 
 
 class Save(Message, frozen=True, kw_only=True):
@@ -271,7 +283,14 @@ class Alive(Message, frozen=True, kw_only=True):
 
 
 class Ready(Message, frozen=True, kw_only=True):
-    """A judge can be asked."""
+    """A judge can be asked; a rank of the trainer can be told where to meet."""
+
+
+class Meeting(Message, frozen=True, kw_only=True):
+    """Where the first rank of the trainer waits for the others."""
+
+    address: str
+    port: int
 
 
 class Judged(Message, frozen=True, kw_only=True):
@@ -311,7 +330,7 @@ class Died(Message, frozen=True, kw_only=True):
     """The same would happen to the next life."""
 
 
-ToProcess = Start | Do | Threads | Stop | Submit | Export | Import | Extend | End | Train | Save | Judge | Play
+ToProcess = Start | Do | Threads | Stop | Submit | Export | Import | Extend | End | Train | Meet | Save | Judge | Play
 FromProcess = (
     Joined
     | Report
@@ -321,6 +340,7 @@ FromProcess = (
     | Counted
     | Alive
     | Stepped
+    | Meeting
     | Saved
     | Ready
     | Judged

@@ -1,4 +1,4 @@
-"""Moves under way: out of one instance into shared memory, and from there into another.
+"""Moves under way: out of one instance into memory that both can read, and from there into another.
 
     Move -> Export -> Exported -> Import -> Imported -> Moved, or MoveFailed for those that did not arrive
 
@@ -7,12 +7,10 @@ A bundle whose target is gone is released here, so that its memory can be used a
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 
 from dora_rl.core import commands as c
 from dora_rl.core import events as e
-from dora_rl.core.errors import BundleError
 from dora_rl.core.nouns import InstanceId
 from dora_rl.runtime import messages as m
 from dora_rl.runtime.processes import Process
@@ -21,9 +19,15 @@ from dora_rl.runtime.processes import Process
 class Moves:
     """The moves of a run."""
 
-    def __init__(self, find: Callable[[InstanceId], Process | None], happen: Callable[[e.Event], None]) -> None:
+    def __init__(
+        self,
+        find: Callable[[InstanceId], Process | None],
+        happen: Callable[[e.Event], None],
+        give_up: Callable[[str], None],
+    ) -> None:
         self._find = find
         self._happen = happen
+        self._give_up = give_up
         self._commands: dict[int, c.Move] = {}
         self._exported: dict[int, m.Exported] = {}
         self._number = 0
@@ -78,7 +82,7 @@ class Moves:
 
     def _fail(self, move: int) -> None:
         command, sent = self._commands.pop(move), self._exported.pop(move)
-        _release(sent.bundle)
+        self._give_up(sent.bundle)
         self._tell_failed(command, list(zip(sent.trajectories, sent.attempts, strict=True)))
 
     def _tell_failed(self, command: c.Move, pairs: list[tuple[int, int]], *, kept: bool = False) -> None:
@@ -88,10 +92,3 @@ class Moves:
                 trajectories=trajectories, attempts=attempts, source=command.source, target=command.target, kept=kept
             )
         )
-
-
-def _release(bundle: str) -> None:
-    from dora_rl.engine.bundle import Bundle
-
-    with contextlib.suppress(BundleError):
-        Bundle.attach(bundle).taken()

@@ -29,7 +29,7 @@ _PR_SET_PDEATHSIG = 1
 _PID = struct.Struct("<I")
 _TRIES = 3
 _IMPORTS = ("dora_rl.runtime.instance", "dora_rl.runtime.trainer", "dora_rl.runtime.judge", "peft")
-_ENVIRONMENT = {
+ENVIRONMENT = {
     # Threads that spin while they wait would take the cores from the other processes.
     "OMP_WAIT_POLICY": "PASSIVE",
     "KMP_BLOCKTIME": "0",
@@ -77,7 +77,7 @@ class Nursery:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=os.environ | _ENVIRONMENT,
+                env=os.environ | ENVIRONMENT,
                 start_new_session=True,
             )
         return ours, self._process.pid

@@ -1,6 +1,7 @@
 """The processes of a run and their lives.
 
 Invariants:
+- where a process comes from is its host's affair: this machine's nursery, or a cluster;
 - every process has a name of its own for each life, also over restarts of the supervisor, so that nothing that is
   meant for a former life, or said by it, can be taken for the new one's;
 - a process that ends is noticed by the end of its channel, at once;
@@ -12,23 +13,19 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
-import os
 import selectors
-import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dora_rl.core.nouns import Nanoseconds
-from dora_rl.core.processes import alive
 from dora_rl.runtime.channel import Channel, ChannelError
 from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.folder import RunFolder
+from dora_rl.runtime.hosting import Host, Hosted
 from dora_rl.runtime.messages import FromProcess, Message, Start, Stop
-from dora_rl.runtime.nursery import Nursery
 
-Link = Callable[[], tuple[socket.socket, socket.socket]]
 _SOUND = 30.0
 """Seconds after which a process that lived so long no longer counts as failing in a row."""
 
@@ -40,7 +37,9 @@ class Process:
     role: str
     place: str
     """`i0`, `trainer`: stays the same over its lives."""
-    threads: int
+    threads: int = 1
+    rank: int = 0
+    ranks: int = 1
     life: int = 0
     failures: int = 0
     """In a row."""
@@ -48,8 +47,10 @@ class Process:
     """Why this life can't go on, in its own words."""
     cause: str = ""
     """What the life before said."""
-    pid: int | None = None
+    hosted: Hosted | None = None
+    """This life, as its host knows it."""
     channel: Channel[FromProcess] | None = None
+    """None: it has not connected yet, or is no more."""
     born: float = 0.0
     heard: float | None = None
     """When this life last said something; None: never yet."""
@@ -62,6 +63,11 @@ class Process:
     def name(self) -> str:
         """Of this life."""
         return f"{self.place}.{self.life}"
+
+    @property
+    def machine(self) -> str:
+        """Where it is."""
+        return "" if self.hosted is None else self.hosted.machine
 
     def send(self, message: Message) -> None:
         """To a process that is not there, nothing is sent: whoever waits for an answer has a deadline."""
@@ -76,14 +82,12 @@ class Processes:
         self,
         folder: RunFolder,
         config: RunConfig,
-        nursery: Nursery,
+        host: Host,
         origin: Nanoseconds,
         lives: Mapping[str, int],
-        link: Link = socket.socketpair,
     ) -> None:
-        self._nursery = nursery
-        self._lives = lives
-        self._link = link
+        self.host = host
+        self._lives = dict(lives)
         self._folder = folder
         self._config = config
         self._origin = origin
@@ -93,13 +97,18 @@ class Processes:
         self._wake.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self.all: list[Process] = []
+        host.begin_with(self.wake)
 
-    def start(self, role: str, place: str, threads: int) -> Process:
+    def start(self, role: str, place: str, *, rank: int = 0, ranks: int = 1) -> Process:
         """Fill a place."""
-        process = Process(role, place, threads, life=self._lives.get(place, 0))
+        process = Process(role, place, rank=rank, ranks=ranks, life=self._lives.get(place, 0))
         self.all.append(process)
         self._spawn(process)
         return process
+
+    def cores(self, machine: str) -> int:
+        """That rollout and training share there."""
+        return self._config.threads or self.host.cores(machine)
 
     def wake(self) -> None:
         """End a `wait` from another thread."""
@@ -114,6 +123,7 @@ class Processes:
                 self._spawn(process)
             elif process.restart_at is not None:
                 seconds = min(seconds, process.restart_at - now)
+            self._connect(process)
             if process.channel is not None:
                 events = selectors.EVENT_READ | (selectors.EVENT_WRITE if process.channel.pending else 0)
                 self._selector.modify(process.channel, events, process)
@@ -135,9 +145,13 @@ class Processes:
         now = time.monotonic()
         found = []
         for process in self.all:
-            if process.channel is None:
+            if process.hosted is None:
                 continue
-            if process.heard is None:
+            if trouble := process.hosted.trouble():
+                found.append((process, process.said or trouble))
+            elif process.hosted.waits:
+                process.born = now  # for room: nobody's failure, and no deadline
+            elif process.heard is None:
                 if now - process.born > start:
                     found.append((process, f"it did not come up within {start:g} s"))
             elif process.role == "instance" and now - process.heard > beat:
@@ -159,45 +173,63 @@ class Processes:
         process.restart_at = time.monotonic() + pause
         return True
 
+    def start_again_with(self, other: Process, process: Process) -> None:
+        """A process that is of no use without the other ends and begins with it."""
+        self._kill(process)
+        process.restart_at, process.given_up = other.restart_at, other.given_up
+
+    def dismiss(self, process: Process) -> None:
+        """The process shall end, and its place with it; should the place be filled again, it is by another life."""
+        self._kill(process)
+        self._lives[process.place] = process.life
+        self.all.remove(process)
+        self.host.leave(process.place)
+
     def stop(self, *, patience: float) -> None:
         """End all: those who hear it within so many seconds, by themselves."""
         for process in self.all:
             process.restart_at = None
             process.send(Stop())
         end = time.monotonic() + patience
-        while time.monotonic() < end and any(_alive(process) for process in self.all):
+        while time.monotonic() < end and any(process.hosted and process.hosted.alive() for process in self.all):
             for process in self.all:
                 if process.channel is not None:
                     process.channel.flush()
             time.sleep(0.02)
         for process in self.all:
             self._kill(process)
-        self._nursery.close()
+        self.host.close()
         self._selector.close()
         self._woken.close()
         self._wake.close()
 
     def _spawn(self, process: Process) -> None:
-        ours, theirs = self._link()
         process.life += 1
         process.restart_at = None
         process.born = time.monotonic()
         process.heard = None
         process.said = ""
         process.busy = set()
-        with (self._folder.logs / f"{process.place}.log").open("ab") as log:
-            process.pid = self._nursery.fork(theirs, log)
-        theirs.close()
-        process.channel = Channel(ours, FromProcess)  # type: ignore[arg-type]
+        process.hosted = self.host.begin(process.role, process.place, process.name)
+        self._connect(process)
+
+    def _connect(self, process: Process) -> None:
+        """Take up the connection to a process that has come up, and tell it who it is."""
+        if process.channel is not None or process.hosted is None or process.hosted.link is None:
+            return
+        process.channel = Channel(process.hosted.link, FromProcess)  # type: ignore[arg-type]
         self._selector.register(process.channel, selectors.EVENT_READ, process)
         process.send(
             Start(
                 role=process.role,
                 name=process.name,
                 config=self._config.model_dump_json().encode(),
-                folder=str(self._folder.path),
+                folder=str(self._folder.path.resolve()),
+                base=str(self._folder.base()),
                 origin=self._origin,
                 threads=process.threads,
+                rank=process.rank,
+                ranks=process.ranks,
             )
         )
 
@@ -219,15 +251,6 @@ class Processes:
             self._selector.unregister(process.channel)
             process.channel.close()
             process.channel = None
-        if process.pid is not None:
-            # One that was just forked has no group of its own yet.
-            for kill in (os.killpg, os.kill):
-                with contextlib.suppress(ProcessLookupError):
-                    kill(process.pid, signal.SIGKILL)
-            while _alive(process):
-                time.sleep(0.001)
-            process.pid = None
-
-
-def _alive(process: Process) -> bool:
-    return process.pid is not None and alive(process.pid)
+        if process.hosted is not None:
+            process.hosted.end()
+            process.hosted = None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -29,13 +28,13 @@ from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.evaluation import Evaluation, evaluated
 from dora_rl.runtime.folder import RunFolder
 from dora_rl.runtime.machine import Machine
-from dora_rl.runtime.nursery import Nursery
 from dora_rl.runtime.processes import Processes
 from dora_rl.runtime.recorder import Recorder
 from dora_rl.runtime.replay import replay
+from dora_rl.runtime.scaling import Scaling
 from dora_rl.runtime.text import Text
 from dora_rl.runtime.trackers import trackers
-from dora_rl.runtime.world import LocalWorld
+from dora_rl.runtime.world import ProcessWorld
 from dora_rl.trainer import checkpoint
 
 _DYING = 1.0
@@ -61,14 +60,12 @@ class Run:
         self.config = folder.read()
         with contextlib.ExitStack() as undo:
             self._lock = undo.enter_context(_lock(folder))
-            nursery = machine.nursery(folder.logs / "nursery.log")
-            undo.callback(nursery.close)
-            self._wire(nursery, notice, machine, undo)
+            self._host = machine.host(folder)
+            undo.callback(self._host.close)
+            self._wire(notice, machine, undo)
             undo.pop_all()
 
-    def _wire(
-        self, nursery: Nursery, notice: Callable[[str], None], machine: Machine, undo: contextlib.ExitStack
-    ) -> None:
+    def _wire(self, notice: Callable[[str], None], machine: Machine, undo: contextlib.ExitStack) -> None:
         folder = self.folder
         self.text = Text(load_tokenizer(self.config.model), self.config)
         self.dataset: Dataset = load(self.config.data, folder.base())
@@ -82,12 +79,11 @@ class Run:
         undo.callback(self._ledger.close)
         past = self._replay()
         origin = machine.clock() - past.at
-        self._processes = Processes(folder, self.config, nursery, origin, past.lives, machine.link)
+        self._processes = Processes(folder, self.config, self._host, origin, past.lives)
         store = folder.store(self.config)
         self.recorder = Recorder(folder, trackers(folder, self.config), past.at)
-        self.world = LocalWorld(
+        self.world = ProcessWorld(
             config=self.config,
-            cores=self.config.threads or os.cpu_count() or 1,
             books=self._books,
             ledger=self._ledger,
             store=store,
@@ -98,7 +94,7 @@ class Run:
             notice=notice,
             clock=machine.clock,
         )
-        self.world.newest = self.orchestrator.newest
+        self.world.go_on_from(self.orchestrator.newest)
         self._evaluate(store)
         self._past = past
 
@@ -109,8 +105,8 @@ class Run:
                 self.world.evaluate_again(evaluated(self.folder.metrics))
                 changed = [] if self._bound is None else [e.BoundChanged(max_staleness=self._bound)]
                 self.world.again([*self._past.losses(), *changed], self._past.open_commands())
-            if not self.orchestrator.finished or not self._saved() or self._evaluating:
-                self.world.begin(0 if self.orchestrator.finished else self.config.rollout.instances)
+            if not self.orchestrator.finished or not self._saved() or self.world.evaluating:
+                self.world.begin(None if self.orchestrator.finished else Scaling(self.folder, self._host))
                 drive(_Watched(self.orchestrator, watch), self.world)
         finally:
             self.close()
@@ -124,12 +120,8 @@ class Run:
         self.recorder.settle(self.world.now())
         self.recorder.close()
         self._lock.close()
-        if self.orchestrator.finished and self.config.weights == "memory" and not self._evaluating:
+        if self.orchestrator.finished and self.config.weights == "memory" and not self.world.evaluating:
             self.folder.store(self.config).clear()
-
-    @property
-    def _evaluating(self) -> bool:
-        return self.world.evaluation is not None and self.world.evaluation.pending > 0
 
     def _saved(self) -> bool:
         """The run's last version is a checkpoint."""
@@ -140,15 +132,17 @@ class Run:
         if not settings.every:
             return
         held_out = held_out_problems(self.config, self.dataset, self.folder)
-        self.world.evaluation = Evaluation(
-            [(problem, self.text.encode(problem)) for problem in held_out],
-            self.config.request_sampling(self.text.stop_ids, temperature=settings.temperature),
-            settings.samples,
-            settings.right,
-            self.config.reward.timeout_seconds,
-            store,
-            self.text.decode,
-            self.world.evaluated,
+        self.world.evaluate_with(
+            Evaluation(
+                [(problem, self.text.encode(problem)) for problem in held_out],
+                self.config.request_sampling(self.text.stop_ids, temperature=settings.temperature),
+                settings.samples,
+                settings.right,
+                self.config.reward.timeout_seconds,
+                store,
+                self.text.decode,
+                self.world.evaluated,
+            )
         )
 
     def _wake(self) -> None:
@@ -274,7 +268,7 @@ class _Past:
 
 def _lock(folder: RunFolder) -> Any:
     """One supervisor at a time."""
-    file = (folder.path / ".lock").open("w")
+    file = folder.lock.open("w")
     end = time.monotonic() + _DYING
     while True:
         try:

@@ -7,20 +7,42 @@ be pulled from under it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol, Self
 
 from dora_rl.core.errors import StoreError, VersionError
 from dora_rl.core.nouns import Fingerprint, Version
 from dora_rl.trainer.config import LoraConfig
-from dora_rl.weights.store import Lease, WeightStore
+from dora_rl.weights.store import Manifest
 
 _PREFIX = "base_model.model."
 
 
-class StoreWeights:
-    """A weight store as the source of an engine."""
+class Leased(Protocol):
+    """A version that stays while it is read."""
 
-    def __init__(self, store: WeightStore, model: Any, lora: LoraConfig | None) -> None:
+    manifest: Manifest
+
+    def tensors(self) -> dict[str, Any]: ...
+
+    def prove(self, served: dict[str, Any]) -> Fingerprint: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class Leasing(Protocol):
+    """Where versions are: a weight store, or what stands for it on another machine."""
+
+    def lease(self, version: Version) -> Leased:
+        """Hold a version; one that is not there is a `StoreError`."""
+        ...
+
+
+class StoreWeights:
+    """Published versions as the source of an engine."""
+
+    def __init__(self, store: Leasing, model: Any, lora: LoraConfig | None) -> None:
         self._store = store
         self._lora = lora
         self._base: dict[str, Any] = {}
@@ -38,7 +60,7 @@ class StoreWeights:
         with self._lease(version) as lease:
             return lease.prove(lease.tensors())
 
-    def _lease(self, version: Version) -> Lease:
+    def _lease(self, version: Version) -> Leased:
         try:
             return self._store.lease(version)
         except StoreError as error:

@@ -2,14 +2,16 @@
 
     Train, Apply, Publish -> trainer -> Accumulated, Trained, Published, Checkpointed
 
-It starts from the newest sound checkpoint. A damaged one is set aside and the one before it is taken; the groups since
-then come again.
+It starts when no other trainer of the run is alive anywhere, from the newest sound checkpoint. A damaged one is set
+aside and the one before it is taken; the groups since then come again.
 """
 
 from __future__ import annotations
 
+import fcntl
 import sys
 from pathlib import Path
+from typing import IO
 
 import msgspec
 import numpy as np
@@ -23,7 +25,8 @@ from dora_rl.core.trajectory import Group, Trajectory
 from dora_rl.models.loading import load
 from dora_rl.runtime import messages as m
 from dora_rl.runtime.channel import Channel
-from dora_rl.runtime.folder import RunFolder
+from dora_rl.runtime.folder import RunFolder, parse
+from dora_rl.runtime.ranks import Ears, Silent, gather
 from dora_rl.trainer import checkpoint
 from dora_rl.trainer.trainer import Trainer
 
@@ -33,19 +36,24 @@ _IDLE = 5.0
 class TrainerProcess:
     """The process."""
 
-    def __init__(self, start: m.Start, channel: Channel[m.ToProcess]) -> None:
+    def __init__(self, start: m.Start, channel: Channel[m.ToProcess], address: str) -> None:
         torch.set_num_threads(start.threads)
         self._folder = RunFolder.open(start.folder)
-        config = self._folder.parse(start.config)
+        config = parse(start.config)
         self._config = config
         self._channel = channel
+        world = gather(start, channel, config.model.device, address)
+        self._ears = Ears(world)
+        self._mouth: Channel[m.ToProcess] | Silent = channel if world.rank == 0 else Silent()
         torch.manual_seed(config.seed)
         loaded = load(config.model)
         self._tokenizer = loaded.tokenizer
         settings = config.trainer.model_copy(update={"temperature": config.sampling.temperature})
-        self._trainer = Trainer(loaded.model, settings)
+        self._trainer = Trainer(loaded.model, settings, world=world)
         self._store = self._folder.store(config)
-        self._store.sweep()
+        if world.rank == 0:
+            self._sole = _wait_to_be_sole(self._folder)
+            self._store.sweep()
         self._due = False
         """A checkpoint is to be written after the next publishing."""
         self._saved: Version | None = None
@@ -58,14 +66,24 @@ class TrainerProcess:
             self._checkpoint()  # so that a crash before the first step goes back to the same weights
         self._tell(e.TrainerReady(version=self._trainer.version))
         while True:
-            for message in merged(messages):
+            for message in self._ears.share(merged(messages)):
                 if isinstance(message, m.Stop):
                     return
                 self._hear(message)
+            if self._ears.alone:
+                messages = self._listen()
+            else:
+                messages = []
+
+    def _listen(self) -> list[m.ToProcess]:
+        """What the supervisor says next; a supervisor that is gone says stop."""
+        messages: list[m.ToProcess] = []
+        while not messages:
             if self._channel.closed:
-                return
+                return [m.Stop()]
             self._channel.wait(_IDLE)
             messages = self._channel.receive()
+        return messages
 
     def _hear(self, message: m.ToProcess) -> None:
         match message:
@@ -74,7 +92,7 @@ class TrainerProcess:
                 self._tell(e.Accumulated(step=message.step, attempt=message.attempt, groups=len(message.groups)))
             case m.Do(command=c.Apply() as command):
                 report = self._trainer.apply(command.step)
-                self._channel.send(m.Stepped(step=command.step, metrics=report.metrics))
+                self._mouth.send(m.Stepped(step=command.step, metrics=report.metrics))
                 self._tell(e.Trained(step=command.step, attempt=command.attempt))
                 self._due = self._trainer.version % self._config.checkpoint.every == 0
             case m.Do(command=c.Publish() as command):
@@ -85,7 +103,7 @@ class TrainerProcess:
             case m.Save():
                 if self._saved != self._trainer.version:
                     self._checkpoint()
-                self._channel.send(
+                self._mouth.send(
                     m.Saved(version=self._trainer.version, path=str(checkpoint.latest(self._folder.checkpoints)))
                 )
             case m.Threads(count=count):
@@ -95,12 +113,15 @@ class TrainerProcess:
 
     def _publish(self, version: Version) -> str:
         """A version that is asked for is known to nobody yet, even if a trainer that died had written it already."""
+        found, differs = "", False
         try:
-            return self._trainer.publish(version, self._store)
+            found = self._trainer.publish(version, self._store)
         except FingerprintError:
             # Groups that streamed in another order give other last bits. Nobody can have loaded the former ones.
             self._store.retire(version)
-            return self._trainer.publish(version, self._store)
+            differs = True
+        # One rank writes, and all gather.
+        return self._trainer.publish(version, self._store) if self._trainer.world.any(differs) else found
 
     def _checkpoint(self) -> None:
         self._due = False
@@ -116,13 +137,16 @@ class TrainerProcess:
                 self._saved = checkpoint.restore(path, self._trainer).version
                 return
             except CheckpointError as error:
-                _set_aside(path)
+                self._trainer.world.barrier()  # all ranks have read it, and found the same
+                if self._trainer.world.rank == 0:
+                    _set_aside(path)
+                self._trainer.world.barrier()
                 print(f"{error}; going back to the checkpoint before it", file=sys.stderr)  # noqa: T201
         if self._folder.checkpoints.is_dir() and any(self._folder.checkpoints.glob("damaged-*")):
             raise CheckpointError(f"no checkpoint in {self._folder.checkpoints} can be read any more")
 
     def _tell(self, event: e.AnyEvent) -> None:
-        self._channel.send(m.Report(events=(event,)))
+        self._mouth.send(m.Report(events=(event,)))
 
 
 def merged(messages: list[m.ToProcess]) -> list[m.ToProcess]:
@@ -169,6 +193,13 @@ def _trajectory(sent: m.TrainedTrajectory) -> Trajectory:
         stop_reason=sent.stop_reason,
         routed_experts=experts,
     )
+
+
+def _wait_to_be_sole(folder: RunFolder) -> IO[str]:
+    """Two trainers must not write to one folder. The lock is let go of with the process that has it."""
+    file = folder.trainer_lock.open("w")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    return file
 
 
 def _set_aside(path: Path) -> None:

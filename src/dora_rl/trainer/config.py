@@ -116,6 +116,8 @@ class MoeConfig(Config):
 class TrainerConfig(Config):
     """How groups become the next version."""
 
+    ranks: int = Field(1, ge=1)
+    """Processes that train together; weights, gradients and optimiser are sharded over them by FSDP2."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """What is optimised."""
     optimiser: OptimiserConfig = OptimiserConfig()

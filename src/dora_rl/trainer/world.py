@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -57,6 +57,10 @@ class World(NamedTuple):
         dist.all_gather(gathered, mine)
         return tuple(sorted(set(torch.cat(gathered).tolist()) - {-1}))
 
+    def any(self, fact: bool) -> bool:
+        """It is so for one of the processes."""
+        return bool(self.max(torch.tensor(int(fact), device=self._device if self.size > 1 else "cpu")))
+
     @property
     def _device(self) -> str:
         """Where what processes exchange lies."""
@@ -77,6 +81,15 @@ def join(device: str, timeout_s: float = 600.0) -> World:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     return World(dist.get_rank(), size, init_device_mesh(device, (size,)))
+
+
+def meet(device: str, store: Any, rank: int, size: int, timeout_s: float = 600.0) -> World:
+    """The world of the processes that share a store."""
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
+    if device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    return World(rank, size, init_device_mesh(device, (size,)))
 
 
 def shard(policy: nn.Module, layers: Sequence[nn.Module], world: World, precision: str) -> None:

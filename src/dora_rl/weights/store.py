@@ -72,13 +72,7 @@ class Lease:
 
     def prove(self, served: dict[str, Tensor]) -> Fingerprint:
         """The fingerprint of the tensors that an instance really serves; another than the published one is an error."""
-        found = fingerprint(served)
-        if found != self.manifest.fingerprint:
-            raise FingerprintError(
-                f"version {self.manifest.version} was published with the fingerprint "
-                f"{self.manifest.fingerprint[:16]}, but what is served has {found[:16]}"
-            )
-        return found
+        return prove(self.manifest, served)
 
     def close(self) -> None:
         """Let go. The last hold on a version that has left the window frees it."""
@@ -232,6 +226,17 @@ class WeightStore:
         with (self._folder / ".lock").open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
+
+
+def prove(manifest: Manifest, served: dict[str, Tensor]) -> Fingerprint:
+    """The fingerprint of tensors, which must be the published one."""
+    found = fingerprint(served)
+    if found != manifest.fingerprint:
+        raise FingerprintError(
+            f"version {manifest.version} was published with the fingerprint {manifest.fingerprint[:16]}, "
+            f"but what is served has {found[:16]}"
+        )
+    return found
 
 
 def _write(

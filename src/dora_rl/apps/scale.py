@@ -1,0 +1,24 @@
+"""`dora-rl scale`: more or fewer instances while a run goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from dora_rl.apps.train import need_torch
+
+
+def scale(
+    run: Annotated[Path, typer.Argument(help="Folder of a run, going on or to be resumed.")],
+    instances: Annotated[int, typer.Option(help="How many instances it shall have.")],
+) -> None:
+    """Change the number of rollout instances. Requests of those that leave go on elsewhere from their tokens."""
+    need_torch()
+    from dora_rl.runtime.folder import RunFolder
+    from dora_rl.runtime.scaling import scale as write
+
+    before = write(RunFolder.open(run), instances)
+    Console().print(f"{run}: {before} -> {instances} instances", highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,59 @@
+"""How weights and moved requests come to an instance: a port, and this machine behind it.
+
+Invariant: whatever carries them, weights are proven by their fingerprint on what is served, and a bundle that is lost
+or damaged is a `BundleError`, after which its requests go on from their tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Protocol
+
+from dora_rl.core.nouns import TrajectoryId
+
+if TYPE_CHECKING:
+    from dora_rl.engine.bundle import Bundle
+    from dora_rl.engine.engine import Engine
+    from dora_rl.runtime.config import RunConfig
+    from dora_rl.runtime.messages import Start
+    from dora_rl.runtime.source import Leasing
+
+
+class Carriage(Protocol):
+    """What an instance takes weights and bundles from."""
+
+    @property
+    def address(self) -> str:
+        """Of this machine, where the other processes of the run reach it."""
+        ...
+
+    def weights(self, start: Start, config: RunConfig) -> Leasing:
+        """The published versions."""
+        ...
+
+    def export(self, engine: Engine, trajectories: Iterable[TrajectoryId]) -> str:
+        """Requests leave the engine, to be fetched under this name."""
+        ...
+
+    def fetch(self, name: str) -> Bundle:
+        """The bundle of this name."""
+        ...
+
+
+class LocalCarriage:
+    """Files that are mapped, and shared memory."""
+
+    address = "127.0.0.1"
+
+    def weights(self, start: Start, config: RunConfig) -> Leasing:
+        from dora_rl.runtime.folder import RunFolder
+
+        return RunFolder.open(start.folder).store(config)
+
+    def export(self, engine: Engine, trajectories: Iterable[TrajectoryId]) -> str:
+        return engine.export(trajectories).name
+
+    def fetch(self, name: str) -> Bundle:
+        from dora_rl.engine.bundle import Bundle
+
+        return Bundle.attach(name)

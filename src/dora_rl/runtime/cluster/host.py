@@ -1,0 +1,184 @@
+"""A Ray cluster as the host of a run's processes: an actor each, in a placement group each.
+
+Invariants:
+- an actor is never restarted by Ray: the supervisor does that, under a name of its own for each life;
+- a place keeps its placement group over its lives; if its node is lost, Ray finds another for it, and until then the
+  process waits for room, which is no failure;
+- a process that could not be ended, since its node can't be reached, is heard by nobody; a trainer among them can't
+  write beside the next one, which waits for the lock on the run's folder.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from dora_rl.core.nouns import Version
+from dora_rl.core.processes import alive
+from dora_rl.runtime.cluster.config import NeedConfig, RayConfig
+from dora_rl.runtime.cluster.door import LOOPBACK, Door, Hello, this_kernel
+from dora_rl.runtime.cluster.member import Member
+from dora_rl.runtime.cluster.nodes import cores_of, room
+from dora_rl.runtime.cluster.shelf import Shelf
+from dora_rl.runtime.folder import RunFolder
+from dora_rl.runtime.machine import Machine
+
+
+class Hosted:
+    """One process, as the cluster knows it."""
+
+    def __init__(self, actor: Any, served: Any, group: Any, kernel: str, forget: Callable[[], None]) -> None:
+        self._actor = actor
+        self._forget = forget
+        self._served = served
+        self._group = group
+        self._kernel = kernel
+        self._pid: int | None = None
+        self.link: socket.socket | None = None
+        self.machine = ""
+
+    def connected(self, hello: Hello, link: socket.socket) -> None:
+        """It has come up."""
+        self.machine = hello.node
+        self._pid = hello.pid if hello.kernel == self._kernel else None
+        self.link = link
+
+    @property
+    def waits(self) -> bool:
+        return self.link is None and placement_group_table(self._group).get("state") != "CREATED"
+
+    def alive(self) -> bool:
+        return not ray.wait([self._served], timeout=0)[0]
+
+    def trouble(self) -> str:
+        if self.alive():
+            return ""
+        try:
+            ray.get(self._served)
+        except ray.exceptions.RayError as error:
+            return f"Ray says: {str(error).splitlines()[0]}"
+        return "its process ended"
+
+    def end(self) -> None:
+        self._forget()
+        ray.kill(self._actor, no_restart=True)
+        if self._pid is not None and _kill(self._pid):
+            while alive(self._pid):
+                time.sleep(0.001)
+
+
+def _kill(pid: int) -> bool:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except OSError:  # it is gone, or another user's, which is left to Ray
+        return False
+    return True
+
+
+class RayHost:
+    """The cluster."""
+
+    def __init__(self, folder: RunFolder, config: RayConfig, shelf: Shelf, supervisor: Any) -> None:
+        self._folder = folder
+        self._config = config
+        self._shelf = shelf
+        self._supervisor = supervisor
+        self._kernel = this_kernel()
+        self._node: str = ray.get_runtime_context().get_node_id()
+        self._here: str = ray.util.get_node_ip_address()
+        self._groups: dict[str, Any] = {}
+        self._hosted: dict[str, Hosted] = {}
+        self._wake: Callable[[], None] = lambda: None
+        self._cores: dict[str, int] = {}
+        """Of each node: what it gives to Ray, or what it has, if that is less."""
+        self._door = Door(self._let_in)
+
+    def begin_with(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+
+    def begin(self, role: str, place: str, name: str) -> Hosted:
+        role = "trainer" if role == "rank" else role
+        need: NeedConfig = getattr(self._config, role)
+        group = self._group(role, place, need)
+        options = {
+            "num_cpus": need.num_cpus,
+            "num_gpus": need.num_gpus,
+            "resources": need.resources,
+            "max_restarts": 0,
+            "max_task_retries": 0,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
+        }
+        log = str(self._folder.logs.resolve() / f"{place}.log")
+        actor = ray.remote(Member).options(**options).remote(self._supervisor, self._door.expect(name), log)
+        served = actor.serve.remote()
+        self._hosted[name] = hosted = Hosted(actor, served, group, self._kernel, lambda: self._forget(name))
+        return hosted
+
+    def cores(self, machine: str) -> int:
+        return self._cores.get(machine, 1)
+
+    def room(self) -> int | None:
+        """How many instances the cluster has room for, if it is to be filled."""
+        return room(self._config, self._node) if self._config.instances == "all" else None
+
+    def retired(self, version: Version) -> None:
+        self._shelf.retired(version)
+
+    def give_up(self, bundle: str) -> None:
+        self._shelf.take(bundle)
+
+    def leave(self, place: str) -> None:
+        group = self._groups.pop(place, None)
+        if group is not None:
+            remove_placement_group(group)
+
+    def close(self) -> None:
+        self._door.close()
+        for place in list(self._groups):
+            self.leave(place)
+
+    def door(self, address: str) -> tuple[str, int]:
+        """Where a process of this node of the cluster knocks."""
+        here = LOOPBACK if address in (self._here, LOOPBACK) else self._here
+        return here, self._door.listen(here)
+
+    def _group(self, role: str, place: str, need: NeedConfig) -> Any:
+        if place not in self._groups:
+            pinned = role == "trainer" and not self._config.shared_folder
+            where = {"bundle_label_selector": [{"ray.io/node-id": self._node}]} if pinned else {}
+            self._groups[place] = placement_group([need.bundle()], strategy="PACK", **where)
+        return self._groups[place]
+
+    def _forget(self, name: str) -> None:
+        """Whoever comes under this name from now on comes too late."""
+        self._door.forget(name)
+        self._hosted.pop(name, None)
+
+    def _let_in(self, name: str, hello: Hello, link: socket.socket) -> None:
+        hosted = self._hosted.pop(name, None)
+        if hosted is None:
+            link.close()
+            return
+        if hello.node not in self._cores:
+            self._cores[hello.node] = min(hello.cores, cores_of(hello.node))
+        hosted.connected(hello, link)
+        self._wake()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayMachine(Machine):
+    """A cluster, as the machine of a run."""
+
+    cluster: RayHost
+
+    def host(self, folder: RunFolder) -> RayHost:  # noqa: ARG002
+        return self.cluster

@@ -1,0 +1,149 @@
+"""Runs on a small Ray cluster of this machine: nodes that come and go, and what happens to a run meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from dora_rl.apps.audit import audited
+from dora_rl.runtime.cluster.start import begin, need_ray
+from dora_rl.runtime.folder import RunFolder
+from dora_rl.trainer import checkpoint
+from tests.runtime.making import merged, settings
+
+_STORE = 80 << 20
+"""Bytes of a node's object store: as little as Ray takes."""
+
+
+def ray_settings(base: Path, steps: int, **other: Any) -> dict[str, Any]:
+    """The small job, for a cluster whose rollout nodes have the named resource `rollout`."""
+    tree = settings(base, steps=steps)
+    ray = {"instance": {"resources": {"rollout": 1}}, "judge": {"num_cpus": 0.1}}
+    # Processes that import torch on a busy machine take their time.
+    deadlines = {"load": 90.0, "heartbeat": 10.0, "train": 60.0}
+    reward = {"functions": ["task.py:unhurried"]}
+    on_ray = {"runtime": "ray", "ray": ray, "control": {"deadlines": deadlines}, "reward": reward}
+    return merged(merged(tree, on_ray), other)
+
+
+class Nodes:
+    """A cluster with one node for the supervisor and the trainer, and some for instances."""
+
+    def __init__(self, rollout: int = 2) -> None:
+        self._ray = need_ray()
+        from ray.cluster_utils import Cluster
+
+        args = {"num_cpus": 4, "object_store_memory": _STORE, "include_dashboard": False}
+        self._cluster = Cluster(initialize_head=True, head_node_args=args)
+        self.rollout = [self._add() for _ in range(rollout)]
+        self._ray.init(address=self._cluster.address, log_to_driver=False, logging_level="ERROR")
+
+    def add(self) -> None:
+        """A node joins."""
+        self.rollout.append(self._add())
+
+    def lose(self, number: int = 0) -> None:
+        """A node is gone at once, with all that was on it."""
+        self._cluster.remove_node(self.rollout.pop(number), allow_graceful=False)
+
+    def restore(self, count: int = 2) -> None:
+        """So many rollout nodes, whatever has happened."""
+        while len(self.rollout) < count:
+            self.add()
+
+    def close(self) -> None:
+        self._ray.shutdown()
+        self._cluster.shutdown()
+
+    def _add(self) -> Any:
+        return self._cluster.add_node(num_cpus=2, resources={"rollout": 1}, object_store_memory=_STORE)
+
+
+class RayRun:
+    """A run whose supervisor is an actor."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        self._ray = need_ray()
+        self._hurry = folder.base() / "hurry"
+        self._hurry.unlink(missing_ok=True)
+        self._begin()
+
+    def resume(self) -> None:
+        """Go on after the supervisor is gone."""
+        self._begin()
+
+    def kill_supervisor(self) -> None:
+        self._ray.kill(self._head, no_restart=True)
+        with contextlib.suppress(self._ray.exceptions.RayError):
+            self._ray.get(self._going, timeout=60)
+
+    def stop(self) -> None:
+        self._ray.get(self._head.stop.remote())
+
+    def over(self) -> bool:
+        return bool(self._ray.wait([self._going], timeout=0)[0])
+
+    def wait(self, seconds: float = 240.0) -> tuple[str, str]:
+        """How it ended, and what was said about that; nothing holds it up any more."""
+        self._hurry.touch()
+        outcome: tuple[str, str] = self._ray.get(self._going, timeout=seconds)
+        return outcome
+
+    def notices(self) -> list[str]:
+        said: list[str] = self._ray.get(self._head.said.remote(0))
+        return said
+
+    def events(self) -> int:
+        try:
+            return self.folder.events.read_bytes().count(b"\n")
+        except FileNotFoundError:
+            return 0
+
+    def wait_for_events(self, count: int, seconds: float = 240.0) -> bool:
+        """Until so many events are on disk; False if the run ends before."""
+        end = time.monotonic() + seconds
+        while self.events() < count:
+            if self.over():
+                return False
+            assert time.monotonic() < end, f"nothing moves; see {self.folder.path}"
+            time.sleep(0.01)
+        return True
+
+    def kill(self, place: str, number: int = signal.SIGKILL) -> bool:
+        """Hit the process that fills a place now."""
+        pid = self._pid(place)
+        if pid is None:
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+        return True
+
+    def broken(self, outcome: tuple[str, str], steps: int) -> list[str]:
+        """Promises that it has not kept."""
+        if outcome[0] != "finished":
+            return [f"it ended with {outcome}; see {self.folder.path}"]
+        audit = audited(self.folder)
+        found = list(audit.problems)
+        if not audit.finished or audit.steps != steps:
+            found.append(f"{audit.steps} steps are done of {steps}")
+        if checkpoint.versions(self.folder.checkpoints)[-1:] != [steps]:
+            found.append(f"the last checkpoints are {checkpoint.versions(self.folder.checkpoints)}, not {steps}")
+        return found
+
+    def _begin(self) -> None:
+        self._head = begin(self.folder)
+        self._going = self._head.go.remote()
+
+    def _pid(self, place: str) -> int | None:
+        """Processes of a run print to the log of their place."""
+        log = str(self.folder.logs.resolve() / f"{place}.log")
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if str((process / "fd" / "1").readlink()) == log:
+                    return int(process.name)
+        return None
