@@ -6,11 +6,13 @@ be pulled from under it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from dora_rl.core.errors import StoreError, VersionError
 from dora_rl.core.nouns import Fingerprint, Version
+from dora_rl.core.ports import PublishedFile
 from dora_rl.trainer.config import LoraConfig
 from dora_rl.weights.store import Lease, WeightStore
 
@@ -29,20 +31,14 @@ class StoreWeights:
 
     def tensors(self, version: Version) -> Mapping[str, Any]:
         """The tensors of a version."""
-        with self._lease(version) as lease:
+        with _lease(self._store, version) as lease:
             tensors = lease.tensors()
             return self._merge(tensors) if lease.manifest.adapter else tensors
 
     def fingerprint(self, version: Version) -> Fingerprint:
         """Proven on what lies in the store, not read from its label."""
-        with self._lease(version) as lease:
+        with _lease(self._store, version) as lease:
             return lease.prove(lease.tensors())
-
-    def _lease(self, version: Version) -> Lease:
-        try:
-            return self._store.lease(version)
-        except StoreError as error:
-            raise VersionError(str(error)) from error
 
     def _merge(self, adapter: Mapping[str, Any]) -> dict[str, Any]:
         assert self._lora is not None, "an adapter was published, but the run trains all weights"
@@ -54,3 +50,25 @@ class StoreWeights:
                 target = name.removeprefix(_PREFIX).removesuffix(".lora_A.weight") + ".weight"
                 merged[target] = merged[target] + (b @ a).to(merged[target].dtype) * scale
         return merged
+
+
+class StoreFiles:
+    """A weight store as the source of an engine that reads files by itself."""
+
+    def __init__(self, store: WeightStore) -> None:
+        self._store = store
+
+    @contextmanager
+    def hold(self, version: Version) -> Iterator[PublishedFile]:
+        """The file of a version, leased meanwhile and proven."""
+        with _lease(self._store, version) as lease:
+            tensors = lease.tensors()
+            path = self._store.path(version).resolve()
+            yield PublishedFile(path, lease.prove(tensors), lease.manifest.adapter, tuple(tensors))
+
+
+def _lease(store: WeightStore, version: Version) -> Lease:
+    try:
+        return store.lease(version)
+    except StoreError as error:
+        raise VersionError(str(error)) from error
