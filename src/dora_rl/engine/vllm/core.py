@@ -20,6 +20,7 @@ from dora_rl.engine.vllm.installed import require
 if TYPE_CHECKING:
     from dora_rl.engine.config import EngineConfig
     from dora_rl.engine.requests import Sampling
+    from dora_rl.engine.vllm.connector import Transit
     from dora_rl.models.loading import ModelConfig
 
 _CPU_BLOCK = 32
@@ -27,7 +28,7 @@ _CPU_BLOCK = 32
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM makes room for."""
 _EXTENSION = "dora_rl.engine.vllm.worker.Worker"
-_CONNECTOR = ("Connector", "dora_rl.engine.vllm.connector")
+_CONNECTOR = "dora_rl.engine.vllm.connector"
 
 
 class Output(NamedTuple):
@@ -92,11 +93,17 @@ class Core:
         self.kv_tokens: int = cache.num_gpu_blocks * cache.block_size
         self.context: int = self._engine.model_config.max_model_len
         self.vocab: int = self._engine.model_config.get_vocab_size()
+        self.transit: Transit | None = None
+        """KV on its way; None: it does not move."""
+        if "kv_transfer_config" in given:
+            from dora_rl.engine.vllm.connector import TRANSIT
+
+            self.transit = TRANSIT
 
     # Requests.
 
-    def add(self, name: str, tokens: list[int], most: int, sampling: Sampling, adapter: Any, kv: str | None) -> None:
-        """Generate at most so many tokens after these; `kv` is where the KV of the first ones lies, if it does."""
+    def add(self, name: str, tokens: list[int], most: int, sampling: Sampling, adapter: Any) -> str:
+        """Generate at most so many tokens after these; what vLLM calls it inside."""
         params = self._params(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -110,9 +117,10 @@ class Core:
             logprobs=0,
             flat_logprobs=True,
             output_kind=self._kind,
-            extra_args=None if kv is None else {"kv_transfer_params": {"dora_kv": kv}},
+            extra_args=None if self.transit is None else {"kv_transfer_params": {"dora_kv": name}},
         )
-        self._engine.add_request(name, self._tokens(tokens), params, lora_request=adapter)
+        inside: str = self._engine.add_request(name, self._tokens(tokens), params, lora_request=adapter)
+        return inside
 
     def abort(self, names: list[str]) -> None:
         """Forget these requests."""
@@ -187,6 +195,12 @@ def arguments(
     block = own.block_size or (_CPU_BLOCK if cpu else None)
     if block is not None:
         given["block_size"] = block
+    if own.move_kv and own.tensor_parallel_size == 1:
+        given["kv_transfer_config"] = {
+            "kv_connector": "Connector",
+            "kv_connector_module_path": _CONNECTOR,
+            "kv_role": "kv_both",
+        }
     if lora_rank is not None:
         given |= {"enable_lora": True, "max_loras": slots, "max_cpu_loras": slots, "max_lora_rank": _room(lora_rank)}
     ours = sorted(given.keys() & own.arguments.keys())

@@ -18,9 +18,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
-
-import msgspec
+from typing import TYPE_CHECKING, Any
 
 from dora_rl.core.accounting import Activity, TimeAccount
 from dora_rl.core.errors import (
@@ -53,16 +51,20 @@ from dora_rl.core.nouns import (
     TrajectoryId,
     Version,
 )
-from dora_rl.engine.bundle import Bundle, Frame, MovedRequest
+from dora_rl.engine.bundle import Bundle
 from dora_rl.engine.checks import check_request, reach, says_stop
 from dora_rl.engine.config import EngineConfig
 from dora_rl.engine.requests import Finished, Request, StepOutput, StopReason, Tokens
 from dora_rl.engine.segments import Segments
 from dora_rl.engine.stats import Stats
 from dora_rl.engine.vllm.core import Core, Output
+from dora_rl.engine.vllm.moving import brought, pack, sound
 from dora_rl.engine.vllm.sequence import Sequence
 from dora_rl.engine.vllm.serving import Serving, label
 from dora_rl.engine.vllm.tally import Tally
+
+if TYPE_CHECKING:
+    from dora_rl.engine.vllm.connector import Kv
 
 Clock = Callable[[], Nanoseconds]
 
@@ -152,7 +154,9 @@ class VllmEngine:
         if place.version is None or place.version != request.version:
             raise VersionError(f"slot {slot} serves version {place.version}, not {request.version}")
         self._check(request)
-        self._enter(Sequence(request, slot, place.fingerprint, self._core.context))
+        sequence = Sequence(request, slot, place.fingerprint, self._core.context)
+        self._sequences[request.trajectory] = sequence
+        self._go(sequence)
 
     def has(self, trajectory: TrajectoryId, attempt: Attempt) -> bool:
         """This attempt is here, running, waiting or parked."""
@@ -189,15 +193,22 @@ class VllmEngine:
         self._generated(sequence)
 
     def export(self, trajectories: Iterable[TrajectoryId]) -> Bundle:
-        """Requests leave with their tokens. What they sampled so far is reported here first."""
+        """Requests leave with their tokens and KV. What they sampled so far is reported here first."""
         start = self._clock()
         leaving = [self._sequence(trajectory) for trajectory in trajectories]
-        moved = [self._moved(sequence) for sequence in leaving]
-        bundle, _ = Bundle.lay_out(moved, [0] * len(moved), self._segments)
+        parked = {sequence for sequence in leaving if sequence.name is None}
         for sequence in leaving:
             self._flush(sequence)
+        taken = self._withdraw(leaving, with_kv=True)
+        try:
+            bundle = pack(taken, parked, self._core.transit, self._segments)
+        except BundleError:
+            for sequence, kv in taken.items():
+                if sequence not in parked:
+                    self._go(sequence, kv)
+            raise
+        for sequence in leaving:
             del self._sequences[sequence.request.trajectory]
-        self._withdraw(leaving)
         self.stats.exported += len(leaving)
         self._tally.spent(Activity(Label.MIGRATE, leaving[0].request.version), start)
         return bundle
@@ -209,11 +220,18 @@ class VllmEngine:
         arrived, errors = [], []
         for frame in bundle.frames():
             try:
-                sequence = self._unpack(frame, slot, place)
+                moved = sound(frame, place.version, place.fingerprint)
+                kv = brought(moved, frame, self._core.transit)
+                self._check(moved.request)
             except RequestError as error:
                 errors.append(error if isinstance(error, BundleError) else BundleError(str(error)))
                 continue
-            arrived.append(sequence.request.trajectory)
+            sequence = Sequence(moved.request, slot, place.fingerprint, self._core.context)
+            sequence.known, sequence.keep_alive = moved.known, bundle
+            self._sequences[moved.request.trajectory] = sequence
+            if not moved.parked:
+                self._go(sequence, kv)
+            arrived.append(moved.request.trajectory)
         bundle.taken()
         self.stats.imported += len(arrived)
         self._tally.spent(Activity(Label.MIGRATE, place.version), start)
@@ -306,30 +324,46 @@ class VllmEngine:
 
     # Inside: requests in vLLM.
 
-    def _enter(self, sequence: Sequence) -> None:
-        self._sequences[sequence.request.trajectory] = sequence
-        self._go(sequence)
-
-    def _go(self, sequence: Sequence) -> None:
-        """Hand the tokens so far to vLLM."""
+    def _go(self, sequence: Sequence, kv: Kv | None = None) -> None:
+        """Hand the tokens so far to vLLM, with the KV that there is."""
         self._names += 1
         request = sequence.request
         name = f"{request.trajectory}.{request.attempt}.{self._names}"
+        if kv is not None and self._core.transit is not None:
+            self._core.transit.arriving[name] = kv
         most = sequence.limit - len(sequence.tokens)
         adapter = self._serving.adapter(sequence.slot)
-        self._core.add(name, sequence.tokens.tolist(), most, request.sampling, adapter, None)
+        sequence.inside = self._core.add(name, sequence.tokens.tolist(), most, request.sampling, adapter)
         sequence.name, sequence.computed = name, 0
         self._running[name] = sequence
 
-    def _withdraw(self, leaving: list[Sequence]) -> None:
-        """Take requests back from vLLM."""
+    def _withdraw(self, leaving: list[Sequence], *, with_kv: bool = False) -> dict[Sequence, Kv | None]:
+        """Take requests back from vLLM, and what KV of them could be had."""
+        transit = self._core.transit if with_kv else None
         names = [sequence.name for sequence in leaving if sequence.name is not None]
-        for sequence in leaving:
-            sequence.name = None
-        for name in names:
-            del self._running[name]
+        if transit is not None:
+            transit.wanted.update(sequence.inside for sequence in leaving if sequence.name is not None)
         if names:
             self._core.abort(names)
+        for sequence in leaving:
+            self._gone(sequence)
+        if transit is None:
+            return dict.fromkeys(leaving)
+        transit.wanted.clear()
+        return {sequence: transit.left.pop(sequence.inside, None) for sequence in leaving}
+
+    def _gone(self, sequence: Sequence) -> None:
+        """vLLM no longer has it."""
+        if sequence.name is not None:
+            del self._running[sequence.name]
+            self._placed(sequence)
+            sequence.name = None
+
+    def _placed(self, sequence: Sequence) -> None:
+        """KV that has come along is no longer needed."""
+        sequence.keep_alive = None
+        if self._core.transit is not None and sequence.name is not None:
+            self._core.transit.arriving.pop(sequence.name, None)
 
     def _take(self, output: Output) -> None:
         sequence = self._running.get(output.name)
@@ -339,6 +373,7 @@ class VllmEngine:
         if not sequence.computed and output.tokens:
             self._tally.prefilled(sequence, output.cached)
             sequence.computed = len(sequence.tokens)
+            self._placed(sequence)
         for token, logprob in zip(output.tokens, output.logprobs, strict=True):
             if not math.isfinite(logprob):
                 self._fail(sequence, "the model's logits are not finite numbers")
@@ -360,8 +395,7 @@ class VllmEngine:
         """A turn is over; vLLM knows it already if `ended`."""
         request = sequence.request
         if ended:
-            del self._running[sequence.name or ""]
-            sequence.name = None
+            self._gone(sequence)
         else:
             self._withdraw([sequence])
         self._flush(sequence)
@@ -399,37 +433,6 @@ class VllmEngine:
     def _says_stop(self, sequence: Sequence) -> bool:
         stops = sequence.request.sampling.stop
         return bool(stops) and says_stop(sequence.response[-reach(stops) :], stops, self._tokenizer)
-
-    # Inside: moves.
-
-    def _moved(self, sequence: Sequence) -> MovedRequest:
-        return MovedRequest(
-            request=msgspec.structs.replace(sequence.request, response=tuple(sequence.response)),
-            fingerprint=sequence.fingerprint,
-            computed=0,
-            known=max(sequence.known, len(sequence.tokens) - 1 if sequence.computed else 0),
-            parked=sequence.name is None,
-        )
-
-    def _unpack(self, frame: Frame, slot: int, place: Slot) -> Sequence:
-        if frame.error is not None:
-            raise frame.error
-        moved = frame.moved
-        assert moved is not None
-        request = moved.request
-        if place.version != request.version or place.fingerprint != moved.fingerprint:
-            raise BundleError(
-                f"trajectory {request.trajectory} comes from version {request.version} ({moved.fingerprint[:12]}), "
-                f"but slot {slot} serves {place.version} ({place.fingerprint[:12]})"
-            )
-        self._check(request)
-        sequence = Sequence(request, slot, place.fingerprint, self._core.context)
-        sequence.known = moved.known
-        if moved.parked:
-            self._sequences[request.trajectory] = sequence
-        else:
-            self._enter(sequence)
-        return sequence
 
     # Inside: reports and counts.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dora_rl.core.nouns import Fingerprint
@@ -16,6 +16,8 @@ class Sequence:
     __slots__ = (
         "computed",
         "fingerprint",
+        "inside",
+        "keep_alive",
         "known",
         "limit",
         "logprobs",
@@ -41,6 +43,10 @@ class Sequence:
         """Response tokens that have been reported."""
         self.name: str | None = None
         """What vLLM calls it now; None while it is parked."""
+        self.inside = ""
+        """What vLLM's inner parts call it."""
+        self.keep_alive: Any = None
+        """Owner of the memory in which its KV has come."""
         self.computed = 0
         """Tokens whose KV vLLM has computed for it; 0 until its first token has come."""
         # At the first attempt there is no former place: what stands in the response is what an environment opened with.
