@@ -59,7 +59,7 @@ class Driver:
     """An engine, and what it has said."""
 
     def __init__(self, folder: Path, serve: Callable[[Core, StoreFiles], Serving], lora_rank: int | None) -> None:
-        config = EngineConfig(kind="vllm", max_requests=8, max_context=256, kv_bytes=4 << 20, stream_every=8)
+        config = EngineConfig(kind="vllm", max_requests=8, max_context=256, kv_bytes=512 << 10, stream_every=8)
         model = ModelConfig(path=str(folder / "model"))
         self.store = WeightStore(folder / "weights", keep=99)
         self.core = Core(model, config, slots=4, lora_rank=lora_rank, threads=1, seed=3)
@@ -147,7 +147,8 @@ def turns(driver: Driver) -> dict[str, Any]:
 def refused(driver: Driver) -> list[str]:
     """Requests that can't be served."""
     found = []
-    for number, more in enumerate(({"prompt": ()}, {"prompt": (VOCAB,)}, {"prompt": (1,) * 300}, {"version": 7})):
+    wrong: tuple[dict[str, Any], ...] = ({"prompt": ()}, {"prompt": (VOCAB,)}, {"prompt": (1,) * 300}, {"version": 7})
+    for number, more in enumerate(wrong):
         given: dict[str, Any] = {"version": 1, "prompt": PROMPT} | more
         try:
             driver.engine.submit(Request(trajectory=200 + number, **given), 0)
@@ -210,6 +211,7 @@ def adapters(folder: Path) -> dict[str, Any]:
     models, prints = [], []
     for version in range(4):
         model = peft.get_peft_model(tiny(), settings)
+        torch.manual_seed(version)
         for name, parameter in model.named_parameters():
             if ".lora_" in name and version:
                 parameter.data = 0.1 * torch.randn_like(parameter)
@@ -242,4 +244,4 @@ def adapters(folder: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     gathered = {"weights": weights, "adapters": adapters}[sys.argv[1]](Path(sys.argv[2]))
-    print("RESULT " + json.dumps(gathered), flush=True)
+    sys.stdout.write("RESULT " + json.dumps(gathered) + "\n")

@@ -297,6 +297,7 @@ class Engine:
                 done = compute(slot, chunks[slot.index], self._scheduler, self.threads, use_kernels)
                 work[slot.index] = done.work
                 self._look(slot, done.rows, done.ended)
+        self.stats.together = max(self.stats.together, len(work))
         end = self._clock()
         for slot in self.slots:
             self._account(slot, work.get(slot.index), start, end, bool(work))

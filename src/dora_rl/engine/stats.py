@@ -21,3 +21,5 @@ class Stats:
     copied_blocks: int = 0
     exported: int = 0
     imported: int = 0
+    together: int = 0
+    """Most versions that computed in one step."""

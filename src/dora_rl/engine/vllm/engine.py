@@ -287,10 +287,10 @@ class VllmEngine:
         self._load_all()
         start = self._clock()
         if self._running:
-            first = next(iter(self._running.values())).request.version
+            versions = {sequence.request.version for sequence in self._running.values()}
             for output in self._core.step():
                 self._take(output)
-            self._tally.stepped(start, first)
+            self._tally.stepped(start, versions)
             if self._tally.preempted(self._core.counters):
                 self._events.append(KvPressure(instance=self.instance, kv_tokens=self.kv_tokens))
         elif self._tally.account.current.label is not Label.IDLE:

@@ -21,7 +21,11 @@ class VllmError(UserError):
 
 def require() -> str:
     """The version of vLLM; refuses a missing or an unknown one."""
-    said = version()
+    return check(version())
+
+
+def check(said: str | None) -> str:
+    """Refuse a version that is not supported; None: there is none."""
     if said is None:
         raise VllmError(f"rollout.engine.kind is 'vllm', but vLLM is not installed: {INSTALL}")
     if not FIRST <= parsed(said) < BEFORE:

@@ -55,12 +55,13 @@ class Tally:
         self.stats.preempted = self.stats.recomputed = counters.preempted
         return more
 
-    def stepped(self, start: Nanoseconds, version: Version | None) -> None:
-        """A step is over; one that gave nothing has computed a part of a prompt, of this version for all we know."""
+    def stepped(self, start: Nanoseconds, versions: set[Version]) -> None:
+        """A step for these versions is over; one that gave nothing has computed a part of a prompt."""
         end = self._clock()
+        self.stats.together = max(self.stats.together, len(versions))
         total = self._work.total()
         if not total:
-            self.account.switch(start, Activity(Label.PREFILL, version))
+            self.account.switch(start, Activity(Label.PREFILL, max(versions)))
         now = start
         for activity, tokens in self._work.items():
             if tokens:
