@@ -45,7 +45,7 @@ class Recorder:
         """Slot time by label, idle time by `idle: cause`, over the whole run."""
         self._step_time: Counter[str] = Counter()
         self.moved = 0
-        """Requests that arrived with their KV."""
+        """Requests that arrived."""
         self._step_moved = 0
         self.counted: dict[str, dict[str, int]] = {}
         self._reprefilled = 0
