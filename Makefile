@@ -67,7 +67,7 @@ bench-engine: setup .venv-vllm/.installed  ## the engine against generate and vL
 	@touch $@
 
 test-vllm: .venv-vllm/.tested  ## run the tests of vLLM on the CPU, in an environment of its own (3.4 GB, about 5 minutes)
-	.venv-vllm/bin/python -m pytest tests/vllm tests/engine/test_vllm_settings.py
+	.venv-vllm/bin/python -m pytest tests/rollout tests/engine/test_vllm_settings.py
 
 paper-table: setup    ## calibrate on the synchronous rows, then predict the others and the headline
 	$(BIN)/python -m benchmarks.paper_table

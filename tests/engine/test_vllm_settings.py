@@ -12,7 +12,7 @@ import pytest
 from dora_rl.core.config import build
 from dora_rl.core.errors import ConfigError
 from dora_rl.engine.config import EngineConfig
-from dora_rl.engine.vllm.core import arguments
+from dora_rl.engine.vllm.core import Lora, arguments
 from dora_rl.engine.vllm.installed import VllmError, check
 from dora_rl.models.loading import ModelConfig
 from dora_rl.runtime.config import RunConfig
@@ -21,8 +21,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 MODEL = ModelConfig(path="somewhere")
 
 
-def of(config: EngineConfig, model: ModelConfig = MODEL, lora_rank: int | None = None) -> dict[str, object]:
-    return arguments(model, config, slots=4, lora_rank=lora_rank, seed=1)
+def of(config: EngineConfig, model: ModelConfig = MODEL, lora: Lora | None = None) -> dict[str, object]:
+    return arguments(model, config, slots=4, lora=lora, seed=1)
 
 
 @pytest.mark.parametrize("text", ["0.32.0", "0.32.7+cpu", "0.32.1.dev3"])
@@ -41,7 +41,7 @@ def test_logprobs_are_asked_for_as_sampled() -> None:
 
 
 def test_adapters_get_room_for_their_rank() -> None:
-    given = of(EngineConfig(kind="vllm"), lora_rank=12)
+    given = of(EngineConfig(kind="vllm"), lora=Lora(12, 24, ("q_proj",)))
     assert (given["max_loras"], given["max_lora_rank"]) == (4, 16)
     assert "enable_lora" not in of(EngineConfig(kind="vllm"))
 

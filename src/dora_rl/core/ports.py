@@ -92,8 +92,6 @@ class PublishedFile(NamedTuple):
     """Proven on what lies in the file."""
     adapter: bool
     """It is a LoRA adapter, to be put over the base weights."""
-    names: tuple[str, ...]
-    """Of the tensors."""
 
 
 class WeightFiles(Protocol):

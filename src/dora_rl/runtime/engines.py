@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dora_rl.core.nouns import InstanceId, Nanoseconds
 from dora_rl.engine.engine import Engine
 from dora_rl.engine.port import RolloutEngine
-from dora_rl.models.loading import load, load_tokenizer
+from dora_rl.models.loading import linear_modules, load, load_tokenizer
 from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.source import StoreFiles, StoreWeights
 from dora_rl.weights.store import WeightStore
@@ -33,17 +33,21 @@ def make_engine(
 
 
 def _vllm(config: RunConfig, store: WeightStore, instance: InstanceId, clock: Clock) -> RolloutEngine:
-    from dora_rl.engine.vllm.core import Core
+    from dora_rl.engine.vllm.core import Core, Lora
     from dora_rl.engine.vllm.engine import VllmEngine
     from dora_rl.engine.vllm.serving import Adapters, AllWeights, Serving
 
-    settings, lora = config.rollout.engine, config.trainer.lora
+    settings, adapts = config.rollout.engine, config.trainer.lora
+    lora: Lora | None = None
+    if adapts is not None:
+        named = linear_modules(config.model) if isinstance(adapts.targets, str) else adapts.targets
+        lora = Lora(adapts.rank, adapts.alpha, named)
     slots = 1 if lora is None else max(settings.slots, config.control.staleness + 1)
     core = Core(
         config.model,
         settings,
         slots=slots,
-        lora_rank=None if lora is None else lora.rank,
+        lora=lora,
         threads=settings.threads or max(1, (config.threads or os.cpu_count() or 1) // config.rollout.instances),
         seed=_seed(config.seed, instance),
     )
@@ -53,7 +57,7 @@ def _vllm(config: RunConfig, store: WeightStore, instance: InstanceId, clock: Cl
     if lora is None:
         serving = AllWeights(core, files, prove=prove)
     else:
-        serving = Adapters(core, files, slots, lora.rank, lora.alpha, prove=prove)
+        serving = Adapters(core, files, slots, lora, prove=prove)
     tokenizer = load_tokenizer(config.model)
     return VllmEngine(core, serving, settings, tokenizer=tokenizer, instance=instance, clock=clock)
 

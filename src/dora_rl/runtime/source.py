@@ -62,9 +62,8 @@ class StoreFiles:
     def hold(self, version: Version) -> Iterator[PublishedFile]:
         """The file of a version, leased meanwhile and proven."""
         with _lease(self._store, version) as lease:
-            tensors = lease.tensors()
             path = self._store.path(version).resolve()
-            yield PublishedFile(path, lease.prove(tensors), lease.manifest.adapter, tuple(tensors))
+            yield PublishedFile(path, lease.prove(lease.tensors()), lease.manifest.adapter)
 
 
 def _lease(store: WeightStore, version: Version) -> Lease:

@@ -31,6 +31,15 @@ _EXTENSION = "dora_rl.engine.vllm.worker.Worker"
 _CONNECTOR = "dora_rl.engine.vllm.connector"
 
 
+class Lora(NamedTuple):
+    """What adapters will look like."""
+
+    rank: int
+    alpha: int
+    targets: tuple[str, ...]
+    """Last names of the modules that get one."""
+
+
 class Output(NamedTuple):
     """What a step gave for one request."""
 
@@ -62,7 +71,7 @@ class Core:
     """One vLLM engine, in this process."""
 
     def __init__(
-        self, model: ModelConfig, config: EngineConfig, *, slots: int, lora_rank: int | None, threads: int, seed: int
+        self, model: ModelConfig, config: EngineConfig, *, slots: int, lora: Lora | None, threads: int, seed: int
     ) -> None:
         self.version = require()
         self.counters = Counters()
@@ -79,7 +88,7 @@ class Core:
 
         self._tokens, self._params, self._adapter = tokens_input, SamplingParams, LoRARequest
         self._kind = RequestOutputKind.DELTA
-        given = arguments(model, config, slots=slots, lora_rank=lora_rank, seed=seed)
+        given = arguments(model, config, slots=slots, lora=lora, seed=seed)
         if given["enforce_eager"]:
             _compile_nothing()
         try:
@@ -165,9 +174,7 @@ class Core:
         return _first(self._engine.collective_rpc("dora_adapter_differs", args=(path, number, scale)))
 
 
-def arguments(
-    model: ModelConfig, config: EngineConfig, *, slots: int, lora_rank: int | None, seed: int
-) -> dict[str, Any]:
+def arguments(model: ModelConfig, config: EngineConfig, *, slots: int, lora: Lora | None, seed: int) -> dict[str, Any]:
     """vLLM's engine arguments for our settings."""
     own = config.vllm
     cpu = model.device == "cpu"
@@ -201,8 +208,14 @@ def arguments(
             "kv_connector_module_path": _CONNECTOR,
             "kv_role": "kv_both",
         }
-    if lora_rank is not None:
-        given |= {"enable_lora": True, "max_loras": slots, "max_cpu_loras": slots, "max_lora_rank": _room(lora_rank)}
+    if lora is not None:
+        given |= {
+            "enable_lora": True,
+            "max_loras": slots,
+            "max_cpu_loras": slots,
+            "max_lora_rank": _room(lora.rank),
+            "lora_target_modules": list(lora.targets),  # otherwise all that could have one pay for it
+        }
     ours = sorted(given.keys() & own.arguments.keys())
     if ours:
         raise ConfigError(f"'rollout.engine.vllm.arguments' must leave '{ours[0]}' to other settings")

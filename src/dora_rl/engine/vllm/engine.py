@@ -155,8 +155,11 @@ class VllmEngine:
             raise VersionError(f"slot {slot} serves version {place.version}, not {request.version}")
         self._check(request)
         sequence = Sequence(request, slot, place.fingerprint, self._core.context)
+        try:
+            self._go(sequence)
+        except ValueError as error:
+            raise PromptError(f"vLLM refuses trajectory {request.trajectory}: {error}") from error
         self._sequences[request.trajectory] = sequence
-        self._go(sequence)
 
     def has(self, trajectory: TrajectoryId, attempt: Attempt) -> bool:
         """This attempt is here, running, waiting or parked."""

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from dora_rl.core.errors import FingerprintError, SlotError
 from dora_rl.core.nouns import Fingerprint, Version
 from dora_rl.core.ports import PublishedFile, WeightFiles
-from dora_rl.engine.vllm.core import Core
+from dora_rl.engine.vllm.core import Core, Lora
 
 
 class Serving(Protocol):
@@ -80,11 +80,11 @@ class AllWeights:
 class Adapters:
     """As many slots as adapters fit, in one batch over one base."""
 
-    def __init__(self, core: Core, files: WeightFiles, slots: int, rank: int, alpha: int, *, prove: bool) -> None:
+    def __init__(self, core: Core, files: WeightFiles, slots: int, lora: Lora, *, prove: bool) -> None:
         self.slots = slots
         self._core = core
         self._files = files
-        self._rank, self._alpha = rank, alpha
+        self._lora = lora
         self._prove = prove
         self._folder = _folder()
         self._adapters: list[Any] = [None] * slots
@@ -98,13 +98,15 @@ class Adapters:
             staged = Path(self._folder.name) / label(version)
             staged.mkdir(exist_ok=True)
             link = _link(staged / "adapter_model.safetensors", file)
-            (staged / "adapter_config.json").write_text(json.dumps(self._settings(file)))
+            (staged / "adapter_config.json").write_text(json.dumps(self._settings()))
             adapter = self._core.adapter(label(version), version + 1, str(staged))  # vLLM counts from 1
             self._core.add_adapter(adapter)
             self._adapters[slot] = adapter
             try:
                 if self._prove:
-                    _agree(self._core.adapter_differs(str(link), version + 1, self._alpha / self._rank), version)
+                    _agree(
+                        self._core.adapter_differs(str(link), version + 1, self._lora.alpha / self._lora.rank), version
+                    )
             except FingerprintError:
                 self.unload(slot)
                 raise
@@ -121,14 +123,14 @@ class Adapters:
         """The adapter in a slot."""
         return self._adapters[slot]
 
-    def _settings(self, file: PublishedFile) -> dict[str, Any]:
+    def _settings(self) -> dict[str, Any]:
         """As `peft` writes them beside an adapter."""
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
-            "r": self._rank,
-            "lora_alpha": self._alpha,
-            "target_modules": sorted({name.rsplit(".", 3)[-3] for name in file.names}),
+            "r": self._lora.rank,
+            "lora_alpha": self._lora.alpha,
+            "target_modules": list(self._lora.targets),
             "bias": "none",
         }
 

@@ -18,11 +18,11 @@ from dora_rl.core.errors import RequestError
 from dora_rl.core.events import AnyEvent, Generated, Parked, SlotLoaded, SlotLoadFailed
 from dora_rl.engine.config import EngineConfig
 from dora_rl.engine.requests import Request, Sampling, StepOutput
-from dora_rl.engine.vllm.core import Core
+from dora_rl.engine.vllm.core import Core, Lora
 from dora_rl.engine.vllm.engine import VllmEngine
 from dora_rl.engine.vllm.serving import Adapters, AllWeights, Serving
 from dora_rl.models.dtypes import spec
-from dora_rl.models.loading import ModelConfig
+from dora_rl.models.loading import ModelConfig, linear_modules
 from dora_rl.runtime.source import StoreFiles
 from dora_rl.weights.store import WeightStore
 
@@ -58,11 +58,11 @@ def publish(store: WeightStore, version: int, tensors: dict[str, Any], *, adapte
 class Driver:
     """An engine, and what it has said."""
 
-    def __init__(self, folder: Path, serve: Callable[[Core, StoreFiles], Serving], lora_rank: int | None) -> None:
+    def __init__(self, folder: Path, serve: Callable[[Core, StoreFiles], Serving], lora: Lora | None) -> None:
         config = EngineConfig(kind="vllm", max_requests=8, max_context=256, kv_bytes=512 << 10, stream_every=8)
         model = ModelConfig(path=str(folder / "model"))
         self.store = WeightStore(folder / "weights", keep=99)
-        self.core = Core(model, config, slots=4, lora_rank=lora_rank, threads=1, seed=3)
+        self.core = Core(model, config, slots=4, lora=lora, threads=1, seed=3)
         self.engine = VllmEngine(self.core, serve(self.core, StoreFiles(self.store)), config)
         self.said: dict[int, list[int]] = {}
         self.logprobs: dict[int, list[float]] = {}
@@ -217,8 +217,8 @@ def adapters(folder: Path) -> dict[str, Any]:
                 parameter.data = 0.1 * torch.randn_like(parameter)
         models.append(model.eval())
         prints.append(publish(store, version, dict(peft.get_peft_model_state_dict(model)), adapter=True))
-    serve = lambda core, files: Adapters(core, files, 4, RANK, ALPHA, prove=True)  # noqa: E731
-    driver = Driver(folder, serve, RANK)
+    lora = Lora(RANK, ALPHA, linear_modules(ModelConfig(path=str(folder / "model"))))
+    driver = Driver(folder, lambda core, files: Adapters(core, files, 4, lora, prove=True), lora)
     events = [driver.load(slot, slot) for slot in range(4)]
     result: dict[str, Any] = {
         "prints": prints,

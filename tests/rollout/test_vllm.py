@@ -31,7 +31,7 @@ def run(*arguments: str | Path) -> str:
 
 
 def gathered(kind: str, folder: Path) -> dict[str, Any]:
-    said = run("tests.vllm.program", kind, folder)
+    said = run("tests.rollout.program", kind, folder)
     result: dict[str, Any] = json.loads(said[said.index("RESULT ") :].removeprefix("RESULT ").splitlines()[0])
     return result
 
