@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dora_rl.core.accounting import Activity, TimeAccount
 from dora_rl.core.errors import (
@@ -30,16 +30,7 @@ from dora_rl.core.errors import (
     SlotError,
     VersionError,
 )
-from dora_rl.core.events import (
-    AnyEvent,
-    Generated,
-    KvPressure,
-    Parked,
-    Progress,
-    SlotLoaded,
-    SlotLoadFailed,
-    TrajectoryFailed,
-)
+from dora_rl.core.events import KvPressure, Progress, SlotLoaded, SlotLoadFailed
 from dora_rl.core.labels import Because, Cause, Label
 from dora_rl.core.nouns import (
     Attempt,
@@ -54,17 +45,16 @@ from dora_rl.core.nouns import (
 from dora_rl.engine.bundle import Bundle
 from dora_rl.engine.checks import check_request, reach, says_stop
 from dora_rl.engine.config import EngineConfig
-from dora_rl.engine.requests import Finished, Request, StepOutput, StopReason, Tokens
+from dora_rl.engine.requests import Request, StepOutput, StopReason
 from dora_rl.engine.segments import Segments
 from dora_rl.engine.stats import Stats
 from dora_rl.engine.vllm.core import Core, Output
+from dora_rl.engine.vllm.hosted import Hosted
 from dora_rl.engine.vllm.moving import brought, pack, sound
+from dora_rl.engine.vllm.reports import Reports
 from dora_rl.engine.vllm.sequence import Sequence
 from dora_rl.engine.vllm.serving import Serving, label
 from dora_rl.engine.vllm.tally import Tally
-
-if TYPE_CHECKING:
-    from dora_rl.engine.vllm.connector import Kv
 
 Clock = Callable[[], Nanoseconds]
 
@@ -102,12 +92,8 @@ class VllmEngine:
         self._tally = Tally(clock)
         self._segments = Segments()
         self._sequences: dict[TrajectoryId, Sequence] = {}
-        self._running: dict[str, Sequence] = {}
-        """Those that vLLM has, by its names."""
-        self._names = 0
-        self._tokens: list[Tokens] = []
-        self._finished: list[Finished] = []
-        self._events: list[AnyEvent] = []
+        self._hosted = Hosted(core, serving.adapter)
+        self._reports = Reports(instance)
 
     # Slots.
 
@@ -140,7 +126,7 @@ class VllmEngine:
     def note_idle(self, slot: int, cause: Cause) -> None:
         """Why a slot has nothing to do: the instance's time is one account, so it counts when all have nothing."""
         self._slot(slot)
-        if not self._running:
+        if not self._hosted:
             self._tally.idle(cause)
 
     def set_threads(self, threads: int) -> None:
@@ -156,7 +142,7 @@ class VllmEngine:
         self._check(request)
         sequence = Sequence(request, slot, place.fingerprint, self._core.context)
         try:
-            self._go(sequence)
+            self._hosted.add(sequence)
         except ValueError as error:
             raise PromptError(f"vLLM refuses trajectory {request.trajectory}: {error}") from error
         self._sequences[request.trajectory] = sequence
@@ -171,8 +157,8 @@ class VllmEngine:
         if not self.has(trajectory, attempt):
             return False
         sequence = self._sequences.pop(trajectory)
-        self._flush(sequence)
-        self._withdraw([sequence])
+        self._reports.flush(sequence)
+        self._hosted.withdraw([sequence])
         return True
 
     def extend(self, trajectory: TrajectoryId, attempt: Attempt, tokens: Iterable[int]) -> None:
@@ -187,13 +173,13 @@ class VllmEngine:
         sequence.known = len(sequence.tokens) - 1
         sequence.tokens.extend(said)
         sequence.reported += len(said)
-        self._go(sequence)
+        self._hosted.add(sequence)
 
     def end(self, trajectory: TrajectoryId, attempt: Attempt) -> None:
         """A parked request has had its last turn; it is reported as generated."""
         sequence = self._parked(trajectory, attempt)
         del self._sequences[trajectory]
-        self._generated(sequence)
+        self._reports.generated(sequence, self.kv_tokens)
 
     def export(self, trajectories: Iterable[TrajectoryId]) -> Bundle:
         """Requests leave with their tokens and KV. What they sampled so far is reported here first."""
@@ -201,14 +187,14 @@ class VllmEngine:
         leaving = [self._sequence(trajectory) for trajectory in trajectories]
         parked = {sequence for sequence in leaving if sequence.name is None}
         for sequence in leaving:
-            self._flush(sequence)
-        taken = self._withdraw(leaving, with_kv=True)
+            self._reports.flush(sequence)
+        taken = self._hosted.withdraw(leaving, with_kv=True)
         try:
             bundle = pack(taken, parked, self._core.transit, self._segments)
         except BundleError:
             for sequence, kv in taken.items():
                 if sequence not in parked:
-                    self._go(sequence, kv)
+                    self._hosted.add(sequence, kv)
             raise
         for sequence in leaving:
             del self._sequences[sequence.request.trajectory]
@@ -230,10 +216,11 @@ class VllmEngine:
                 errors.append(error if isinstance(error, BundleError) else BundleError(str(error)))
                 continue
             sequence = Sequence(moved.request, slot, place.fingerprint, self._core.context)
-            sequence.known, sequence.keep_alive = moved.known, bundle
+            sequence.known = moved.known
+            sequence.keep_alive = None if kv is None else bundle
             self._sequences[moved.request.trajectory] = sequence
             if not moved.parked:
-                self._go(sequence, kv)
+                self._hosted.add(sequence, kv)
             arrived.append(moved.request.trajectory)
         bundle.taken()
         self.stats.imported += len(arrived)
@@ -246,12 +233,12 @@ class VllmEngine:
     def busy(self) -> bool:
         """There is something to do in a step."""
         loading = any(slot.loading is not None for slot in self.slots)
-        return bool(self._running) or loading or bool(self._tokens or self._finished or self._events)
+        return bool(self._hosted) or loading or bool(self._reports)
 
     @property
     def running(self) -> int:
         """Requests that vLLM has; it may let some of them wait."""
-        return len(self._running)
+        return len(self._hosted)
 
     @property
     def accounts(self) -> list[TimeAccount]:
@@ -266,7 +253,7 @@ class VllmEngine:
     @property
     def kv_tokens(self) -> int:
         """Tokens' worth of KV blocks in use."""
-        return round(self._core.counters.usage * self._core.kv_tokens) if self._running else 0
+        return round(self._core.counters.usage * self._core.kv_tokens) if self._hosted else 0
 
     def spec(self) -> InstanceSpec:
         """What this instance can do."""
@@ -289,22 +276,20 @@ class VllmEngine:
         """One step of vLLM, for all slots together; gives what there is to report."""
         self._load_all()
         start = self._clock()
-        if self._running:
-            versions = {sequence.request.version for sequence in self._running.values()}
+        if self._hosted:
+            versions = {sequence.request.version for sequence in self._hosted.by_name.values()}
             for output in self._core.step():
                 self._take(output)
             self._tally.stepped(start, versions)
             if self._tally.preempted(self._core.counters):
-                self._events.append(KvPressure(instance=self.instance, kv_tokens=self.kv_tokens))
+                self._reports.events.append(KvPressure(instance=self.instance, kv_tokens=self.kv_tokens))
         elif self._tally.account.current.label is not Label.IDLE:
             self._tally.idle(Cause(because=Because.NO_PROMPTS))
         return self.drain()
 
     def drain(self) -> StepOutput:
         """What is waiting to be reported."""
-        output = StepOutput(tokens=tuple(self._tokens), finished=tuple(self._finished), events=tuple(self._events))
-        self._tokens, self._finished, self._events = [], [], []
-        return output
+        return self._reports.take()
 
     # Inside: weights.
 
@@ -319,64 +304,23 @@ class VllmEngine:
             try:
                 slot.fingerprint = self._serving.load(index, version)
             except (DoraError, OSError, ValueError, KeyError, RuntimeError) as error:
-                self._events.append(SlotLoadFailed(slot=where, version=version, reason=str(error)))
+                self._reports.events.append(SlotLoadFailed(slot=where, version=version, reason=str(error)))
             else:
                 slot.version = version
-                self._events.append(SlotLoaded(slot=where, version=version, fingerprint=slot.fingerprint))
+                self._reports.events.append(SlotLoaded(slot=where, version=version, fingerprint=slot.fingerprint))
             self._tally.spent(Activity(Label.LOAD, version), start)
 
     # Inside: requests in vLLM.
 
-    def _go(self, sequence: Sequence, kv: Kv | None = None) -> None:
-        """Hand the tokens so far to vLLM, with the KV that there is."""
-        self._names += 1
-        request = sequence.request
-        name = f"{request.trajectory}.{request.attempt}.{self._names}"
-        if kv is not None and self._core.transit is not None:
-            self._core.transit.arriving[name] = kv
-        most = sequence.limit - len(sequence.tokens)
-        adapter = self._serving.adapter(sequence.slot)
-        sequence.inside = self._core.add(name, sequence.tokens.tolist(), most, request.sampling, adapter)
-        sequence.name, sequence.computed = name, 0
-        self._running[name] = sequence
-
-    def _withdraw(self, leaving: list[Sequence], *, with_kv: bool = False) -> dict[Sequence, Kv | None]:
-        """Take requests back from vLLM, and what KV of them could be had."""
-        transit = self._core.transit if with_kv else None
-        names = [sequence.name for sequence in leaving if sequence.name is not None]
-        if transit is not None:
-            transit.wanted.update(sequence.inside for sequence in leaving if sequence.name is not None)
-        if names:
-            self._core.abort(names)
-        for sequence in leaving:
-            self._gone(sequence)
-        if transit is None:
-            return dict.fromkeys(leaving)
-        transit.wanted.clear()
-        return {sequence: transit.left.pop(sequence.inside, None) for sequence in leaving}
-
-    def _gone(self, sequence: Sequence) -> None:
-        """vLLM no longer has it."""
-        if sequence.name is not None:
-            del self._running[sequence.name]
-            self._placed(sequence)
-            sequence.name = None
-
-    def _placed(self, sequence: Sequence) -> None:
-        """KV that has come along is no longer needed."""
-        sequence.keep_alive = None
-        if self._core.transit is not None and sequence.name is not None:
-            self._core.transit.arriving.pop(sequence.name, None)
-
     def _take(self, output: Output) -> None:
-        sequence = self._running.get(output.name)
+        sequence = self._hosted.by_name.get(output.name)
         if sequence is None:
             return  # it was withdrawn
         self._compare(sequence, output)
         if not sequence.computed and output.tokens:
             self._tally.prefilled(sequence, output.cached)
             sequence.computed = len(sequence.tokens)
-            self._placed(sequence)
+            self._hosted.placed(sequence)
         for token, logprob in zip(output.tokens, output.logprobs, strict=True):
             if not math.isfinite(logprob):
                 self._fail(sequence, "the model's logits are not finite numbers")
@@ -387,7 +331,7 @@ class VllmEngine:
         self._tally.decoded(sequence.request.version, len(output.tokens))
         if output.reason is None and not self._says_stop(sequence):
             if sequence.said - sequence.reported >= self.config.stream_every:
-                self._flush(sequence)
+                self._reports.flush(sequence)
             return
         if output.reason in (None, "stop", "length"):
             self._end(sequence, ended=output.reason is not None)
@@ -398,31 +342,28 @@ class VllmEngine:
         """A turn is over; vLLM knows it already if `ended`."""
         request = sequence.request
         if ended:
-            self._gone(sequence)
+            self._hosted.gone(sequence)
         else:
-            self._withdraw([sequence])
-        self._flush(sequence)
-        count = sequence.said
+            self._hosted.withdraw([sequence])
+        self._reports.flush(sequence)
         if not ended or sequence.tokens[-1] in request.sampling.stop_ids:
             reason = StopReason.STOP
         else:
-            reason = StopReason.LENGTH if count >= request.sampling.max_tokens else StopReason.CONTEXT
+            reason = StopReason.LENGTH if sequence.said >= request.sampling.max_tokens else StopReason.CONTEXT
         parks = request.parks and reason is StopReason.STOP and len(sequence.tokens) + 1 < sequence.limit
-        self._finished.append(Finished(**self._stamp(sequence), reason=reason, tokens=count))
+        self._reports.ended(sequence, reason)
         if parks:
-            parked = Parked(trajectory=request.trajectory, attempt=request.attempt, kv_tokens=self.kv_tokens)
-            self._events.append(parked)
+            self._reports.parked(sequence, self.kv_tokens)
         else:
             del self._sequences[request.trajectory]
-            self._generated(sequence)
+            self._reports.generated(sequence, self.kv_tokens)
 
     def _fail(self, sequence: Sequence, reason: str) -> None:
-        self._withdraw([sequence])
-        self._flush(sequence)
+        self._hosted.withdraw([sequence])
+        self._reports.flush(sequence)
         del self._sequences[sequence.request.trajectory]
-        failed = Finished(**self._stamp(sequence), reason=StopReason.FAILED, tokens=sequence.said)
-        self._finished.append(failed)
-        self._events.append(TrajectoryFailed(trajectory=sequence.request.trajectory, reason=reason))
+        self._reports.ended(sequence, StopReason.FAILED)
+        self._reports.failed(sequence, reason)
 
     def _compare(self, sequence: Sequence, output: Output) -> None:
         """vLLM's own stamp says the version that we asked for."""
@@ -436,43 +377,6 @@ class VllmEngine:
     def _says_stop(self, sequence: Sequence) -> bool:
         stops = sequence.request.sampling.stop
         return bool(stops) and says_stop(sequence.response[-reach(stops) :], stops, self._tokenizer)
-
-    # Inside: reports and counts.
-
-    def _flush(self, sequence: Sequence) -> None:
-        """Report what was sampled since the last time."""
-        count = sequence.said - sequence.reported
-        if not count:
-            return
-        request = sequence.request
-        logprobs = tuple(sequence.logprobs)
-        whole = request.sampling.top_p == 1 and not (request.sampling.top_k or request.sampling.min_p)
-        self._tokens.append(
-            Tokens(
-                trajectory=request.trajectory,
-                attempt=request.attempt,
-                version=request.version,
-                start=sequence.reported,
-                tokens=tuple(sequence.tokens[-count:]),
-                logprobs=logprobs,
-                # What vLLM samples from is all that it tells.
-                model_logprobs=logprobs if whole and not request.sampling.logit_bias else (math.nan,) * count,
-            )
-        )
-        sequence.reported += count
-        del sequence.logprobs[:]
-
-    def _generated(self, sequence: Sequence) -> None:
-        stamp = self._stamp(sequence)
-        self._events.append(Generated(**stamp, instance=self.instance, tokens=sequence.said, kv_tokens=self.kv_tokens))
-
-    def _stamp(self, sequence: Sequence) -> dict[str, Any]:
-        return {
-            "trajectory": sequence.request.trajectory,
-            "attempt": sequence.request.attempt,
-            "version": sequence.request.version,
-            "fingerprint": sequence.fingerprint,
-        }
 
     # Checks.
 
