@@ -16,12 +16,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from dora_rl.core.trajectory import Group, Trajectory
+from dora_rl.core.trajectory import Group
 from dora_rl.trainer.checkpoint import save_policy
-from dora_rl.trainer.sft import SftConfig, SftProgress, train
+from dora_rl.trainer.sft import SftConfig, SftProgress, example, train
 from task import ALPHABET, MAX_TOKENS, Problem, draw
 
 OUT = Path(__file__).parent / "warm"
@@ -75,16 +74,8 @@ def demonstrations(count: int, tokenizer: Any, seed: int) -> Iterator[Group]:
         problem = draw(dice, "train", "heavy")
         prompt = tokenizer(f"{problem}=")["input_ids"]
         response = tokenizer("=".join(demonstrate(problem, dice)))["input_ids"]
-        tokens = np.array([*prompt, *response, tokenizer.eos_token_id][:MAX_TOKENS], dtype=np.int32)
-        trajectory = Trajectory(
-            id=number,
-            version=0,
-            tokens=tokens,
-            loss_mask=np.arange(len(tokens)) >= len(prompt),
-            behaviour_logprobs=np.zeros(len(tokens), dtype=np.float32),  # given, not sampled
-            reward=0.0,
-        )
-        yield Group(id=number, trajectories=(trajectory,))
+        completion = [*response, tokenizer.eos_token_id][: MAX_TOKENS - len(prompt)]
+        yield example(number, prompt, completion)
 
 
 def demonstrate(problem: Problem, dice: random.Random) -> Iterator[str]:

@@ -31,10 +31,10 @@ def same(listener: Listener, family: Family, count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 7, 64])
-@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize(("kernels", "stretch"), [("native", 1), ("native", 16), ("torch", 16)])
 @pytest.mark.parametrize("family", BOTH)
-def test_greedy_equals_generate(family: Family, kernels: str, count: int) -> None:
-    engine = tiny.engine(tiny.model(family), kernels=kernels)
+def test_greedy_equals_generate(family: Family, kernels: str, stretch: int, count: int) -> None:
+    engine = tiny.engine(tiny.model(family), kernels=kernels, stretch=stretch)
     listener = tiny.run(engine, greedy(count))
     same(listener, family, count)
     if count == 64:

@@ -72,6 +72,7 @@ def _some_schedule(family: Family, kernels: str, random: Random) -> dict[int, Sa
             max_requests=random.randint(1, COUNT),
             prefill_chunk=random.randint(1, 40),
             stream_every=random.randint(1, 9),
+            stretch=random.choice([1, 3, 16]),
             kv_bytes=tiny.kv_bytes(made, random.randint(6, 20)),
             host_bytes=random.choice([0, 1 << 14, 1 << 24]),
             threads=random.randint(1, 2),
@@ -111,3 +112,18 @@ def _move(source: Any, target: Any, trajectory: int, way: int, listener: Listene
     arrived, errors = target.import_(bundle, 0)
     assert arrived == (trajectory,)
     assert not errors
+
+
+def test_a_stretch_is_several_steps() -> None:
+    """The equivalence above means nothing if no engine ever takes more than one step in a call."""
+    engine = tiny.engine(tiny.model("llama"), stretch=16)
+    engine.slots[0].pace = 1
+    sampling = Sampling(max_tokens=20, seed=3)
+    engine.submit(Request(trajectory=0, version=0, prompt=(5, 6, 7), sampling=sampling))
+    before = []
+    while engine.busy:
+        engine.step()
+        before.append(engine.stats.decoded)
+        engine.check()
+        engine.slots[0].pace = 1
+    assert before == [1, 17, 20]

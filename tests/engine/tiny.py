@@ -86,7 +86,7 @@ def requests(count: int, *, seed: int = 0, first: int = 0, **sampling: Any) -> l
 def engine(made: Any, *, weights: Any = None, versions: Iterable[int] = (0,), name: str = "a", **config: Any) -> Engine:
     """An engine that serves these versions in its first slots."""
     versions = list(versions)
-    settings: dict[str, Any] = {"kv_bytes": 1 << 22, "prefill_chunk": 16, "stream_every": 4, "threads": 1}
+    settings: dict[str, Any] = {"kv_bytes": 1 << 22, "prefill_chunk": 16, "stream_every": 4, "stretch": 1, "threads": 1}
     settings |= {"slots": len(versions)} | config
     built = Engine(made, weights or MemoryWeights.of(made), EngineConfig(**settings), instance=name)
     for slot, version in enumerate(versions):

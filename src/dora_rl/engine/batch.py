@@ -3,7 +3,8 @@
 Invariants:
 - rows [0, decoding) have one token left to compute; rows [decoding, count) are still prefilling;
 - row i of every column belongs to `sequences[i]`, whose `row` is i;
-- sampled tokens stay in `history` until they are flushed, so a steady decode step touches no Python object per request.
+- sampled tokens stay in `history` until they are flushed, so a steady decode step touches no Python object per request;
+- a row has room in its history for `stretch` more tokens than would make it due for flushing.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Flushed(NamedTuple):
 class Batch:
     """At most `limit` sequences of one slot."""
 
-    def __init__(self, limit: int, chunk: int, max_blocks: int, every: int) -> None:
+    def __init__(self, limit: int, chunk: int, max_blocks: int, every: int, stretch: int) -> None:
         self.sequences: list[Sequence] = []
         self.decoding = 0
         self.rows = Rows(limit + chunk, limit, max_blocks)
@@ -50,13 +51,18 @@ class Batch:
         self.stops = np.full((limit, STOP_IDS), -1, dtype=np.int64)
         self.watched = np.zeros(limit, dtype=bool)
         """Has stop strings, so every token is looked at."""
+        self.plain = np.zeros(limit, dtype=bool)
+        """Nothing is wanted of its tokens but the tokens: no stop strings, no bias, no record of experts."""
         self.every = every
+        width = every + stretch - 1
+        self.held = np.zeros(limit, dtype=np.int32)
+        """Blocks that it has."""
         self.fill = np.zeros(limit, dtype=np.int32)
-        self.history = np.zeros((limit, every), dtype=np.int64)
-        self.logprobs = np.zeros((limit, every), dtype=np.float32)
-        self.model_logprobs = np.zeros((limit, every), dtype=np.float32)
+        self.history = np.zeros((limit, width), dtype=np.int64)
+        self.logprobs = np.zeros((limit, width), dtype=np.float32)
+        self.model_logprobs = np.zeros((limit, width), dtype=np.float32)
         self.experts: npt.NDArray[np.int16] | None = None
-        self._columns = ("place", "token", "position", "last", "watched", "fill")
+        self._columns = ("place", "token", "position", "last", "watched", "plain", "held", "fill")
         self._wide = ("stops", "history", "logprobs", "model_logprobs")
         self._all = np.arange(limit, dtype=np.int64)
 
@@ -78,6 +84,7 @@ class Batch:
         self.stops[row] = -1
         self.stops[row, : len(stops)] = stops
         self.watched[row] = bool(sampling.stop)
+        self.plain[row] = not (sampling.stop or sampling.logit_bias or sequence.request.record_experts)
         self.fill[row] = 0
         self.set_blocks(sequence)
         if sequence.decodes:
@@ -85,6 +92,7 @@ class Batch:
 
     def set_blocks(self, sequence: Sequence) -> None:
         """Note the blocks of a sequence anew."""
+        self.held[sequence.row] = len(sequence.blocks)
         self.rows.table[sequence.row, : len(sequence.blocks)] = sequence.blocks
 
     def promote(self, sequence: Sequence) -> None:
@@ -116,7 +124,7 @@ class Batch:
         self.model_logprobs[rows, at] = drawn.model_logprob
         if experts is not None:
             if self.experts is None:
-                self.experts = np.zeros((len(self.fill), self.every, *experts.shape[1:]), dtype=np.int16)
+                self.experts = np.zeros((*self.history.shape, *experts.shape[1:]), dtype=np.int16)
             self.experts[rows, at] = experts
         self.fill[rows] = at + 1
         self.token[rows] = drawn.token
@@ -127,7 +135,7 @@ class Batch:
         """Rows that need a closer look after `absorb`, and which of them have ended by stop id, length or failure."""
         token = self.token[rows]
         ended = (token[:, None] == self.stops[rows]).any(1) | (self.position[rows] >= self.last[rows]) | (token < 0)
-        look = ended | (self.fill[rows] == self.every) | self.watched[rows]
+        look = ended | (self.fill[rows] >= self.every) | self.watched[rows]
         return rows[look], ended[look]
 
     def flush(self, sequence: Sequence) -> Flushed:

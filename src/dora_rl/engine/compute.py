@@ -33,11 +33,23 @@ class Pass(NamedTuple):
 
 
 def compute(
-    slot: Slot, chunks: list[tuple[Sequence, int]], scheduler: Scheduler, threads: int, use_kernels: bool
+    slot: Slot,
+    chunks: list[tuple[Sequence, int]],
+    scheduler: Scheduler,
+    threads: int,
+    use_kernels: bool,
+    steps: int = 1,
 ) -> Pass:
-    """Compute the decoding rows and the chunks of a slot, and sample for all that have their logits."""
+    """Compute the decoding rows and the chunks of a slot, and sample for all that have their logits.
+
+    Several steps are only for slots with nothing but plain decoding rows.
+    """
     batch, runner = slot.batch, slot.runner
     assert runner is not None
+    if steps > 1:
+        sampled = runner.decode(batch, steps, threads)
+        scheduler.stats.decoded += sampled
+        return Pass(Work(sampled), *batch.notable(batch.decode_rows()))
     complete = _lay_rows(batch, chunks)
     decoded = batch.decoding
     record = any(sequence.request.record_experts for sequence in batch.sequences)

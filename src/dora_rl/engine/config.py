@@ -50,6 +50,8 @@ class EngineConfig(Config):
     """Most prompt tokens computed in one step, beside the decoding ones."""
     stream_every: int = Field(default=16, ge=1)
     """Tokens of a request between two of its reports."""
+    stretch: int = Field(default=16, ge=1)
+    """Most decode steps in one call of the native kernels, while nothing but decoding is to be done."""
     threads: int = Field(default=0, ge=0)
     """Threads that compute; 0 takes as many as torch would."""
     kernels: Literal["auto", "native", "torch"] = "auto"

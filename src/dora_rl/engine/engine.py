@@ -1,7 +1,7 @@
 """The built-in rollout engine: continuous batching over slots of versioned weights, in one thread.
 
     submit, load, abort, export, import_      between steps
-    step()                                    plan -> one forward pass for each busy slot -> sample -> report
+    step()                                    plan -> a forward pass for each busy slot -> sample -> report
 
 Invariants:
 - all tokens of a request come from the version in its slot; each is reported once, in order, with that version
@@ -38,7 +38,7 @@ from dora_rl.core.nouns import Attempt, InstanceId, InstanceSpec, Nanoseconds, S
 from dora_rl.engine.batch import Batch, Flushed
 from dora_rl.engine.bundle import Bundle
 from dora_rl.engine.checks import check_request, reach, says_stop
-from dora_rl.engine.compute import Work, compute
+from dora_rl.engine.compute import Pass, Work, compute
 from dora_rl.engine.kv import KvCache, KvShape
 from dora_rl.engine.moving import pack, unpack
 from dora_rl.engine.requests import Finished, Request, StepOutput, StopReason, Tokens
@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     from dora_rl.engine.config import EngineConfig
 
 Clock = Callable[[], Nanoseconds]
+_PATIENCE: Nanoseconds = 5_000_000
+"""How long a request may have to wait for the decode steps of others before it joins."""
 
 
 class Engine:
@@ -89,7 +91,7 @@ class Engine:
         self.slots = [
             Slot(
                 index,
-                Batch(config.max_requests, config.prefill_chunk, max_blocks, config.stream_every),
+                Batch(config.max_requests, config.prefill_chunk, max_blocks, config.stream_every, config.stretch),
                 TimeAccount(clock(), idle),
             )
             for index in range(config.slots)
@@ -111,7 +113,10 @@ class Engine:
             raise SlotError(f"slot {slot} is already loading version {place.loading.version}")
         if not in_flight:
             self.unload(slot)
-        place.loading = Loading(version, in_flight, self._weights, self._make)
+        alone = len(self.slots) == 1 and not self._sequences
+        if alone:
+            place.account.switch(self._clock(), Activity(Label.LOAD, version))
+        place.loading = Loading(version, in_flight, self._weights, self._make, now=alone)
 
     def unload(self, slot: int) -> None:
         """The slot serves nothing from now on and lets go of its weights."""
@@ -286,15 +291,15 @@ class Engine:
     # One step.
 
     def step(self) -> StepOutput:
-        """One decode step for every slot, with a chunk of prefill; gives what there is to report."""
+        """One decode step for every slot, with a chunk of prefill, or a few without; gives what there is to report."""
         self._finish_loads()
         start = self._clock()
         chunks = self._scheduler.plan()
         work = {}
         for slot in self.slots:
             if slot.batch.decoding or chunks[slot.index]:
-                use_kernels = self.config.kernels != "torch"
-                done = compute(slot, chunks[slot.index], self._scheduler, self.threads, use_kernels)
+                steps = 1 if any(chunks) else self._steps(slot)
+                done = self._compute(slot, chunks[slot.index], steps)
                 work[slot.index] = done.work
                 self._look(slot, done.rows, done.ended)
         self.stats.together = max(self.stats.together, len(work))
@@ -305,6 +310,23 @@ class Engine:
             self._scheduler.pressed = False
             self._events.append(KvPressure(instance=self.instance, kv_tokens=self.kv_tokens))
         return self.drain()
+
+    def _steps(self, slot: Slot) -> int:
+        """How many decode steps to do in one go: as many as nobody who comes meanwhile would mind waiting for."""
+        batch, runner = slot.batch, slot.runner
+        assert runner is not None
+        if not runner.stretches or not batch.plain[: batch.decoding].all():
+            return 1
+        busy = sum(bool(other.batch.decoding) for other in self.slots)
+        patience = _PATIENCE // busy // max(slot.pace, 1)
+        return self._scheduler.look_ahead(batch, max(1, min(self.config.stretch, patience)))
+
+    def _compute(self, slot: Slot, chunks: list[tuple[Sequence, int]], steps: int) -> Pass:
+        begin = time.perf_counter_ns()
+        done = compute(slot, chunks, self._scheduler, self.threads, self.config.kernels != "torch", steps)
+        if not chunks:
+            slot.pace = (time.perf_counter_ns() - begin) // steps
+        return done
 
     def drain(self) -> StepOutput:
         """What is waiting to be reported."""
@@ -318,7 +340,7 @@ class Engine:
         due = [(batch.sequences[row], bool(over)) for row, over in zip(rows, ended, strict=True)]
         for sequence, over in due:
             if not over and not (batch.watched[sequence.row] and self._says_stop(sequence, batch)):
-                if batch.fill[sequence.row] == batch.every:
+                if batch.fill[sequence.row] >= batch.every:
                     self._scheduler.flush(sequence)
                 continue
             self._end(sequence, batch, over)

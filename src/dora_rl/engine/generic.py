@@ -27,6 +27,7 @@ from dora_rl.engine.native.runner import HEAD_VECTORS
 from dora_rl.engine.runner import named
 
 if TYPE_CHECKING:
+    from dora_rl.engine.batch import Batch
     from dora_rl.engine.kv import KvCache
     from dora_rl.engine.rows import Rows
 
@@ -36,6 +37,8 @@ GATHERED_ROWS = 64  # rows whose keys are gathered at once; bounds the memory of
 
 class GenericRunner:
     """One version's weights in a copy of the module; parameters are shared with the source of the weights."""
+
+    stretches = False
 
     def __init__(
         self, model: Any, tensors: Mapping[str, Any], cache: KvCache, context: int, use_kernels: bool = True
@@ -65,6 +68,9 @@ class GenericRunner:
         )
         logits: torch.Tensor = result.logits[0].float()
         return logits
+
+    def decode(self, batch: Batch, steps: int, threads: int) -> int:
+        raise NotImplementedError("the module is called once a step")
 
     def experts(self) -> npt.NDArray[np.int16]:
         """The experts of the last recorded pass."""

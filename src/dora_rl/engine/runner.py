@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
+    from dora_rl.engine.batch import Batch
     from dora_rl.engine.config import EngineConfig
     from dora_rl.engine.kv import KvCache
     from dora_rl.engine.rows import Rows
@@ -24,8 +25,15 @@ if TYPE_CHECKING:
 class Runner(Protocol):
     """A version's weights, ready to compute."""
 
+    stretches: bool
+    """It has `decode`."""
+
     def forward(self, rows: Rows, threads: int, record_experts: bool) -> torch.Tensor:
         """Logits [logit_count, vocab] in float32, valid until the next call; the rows' KV is written."""
+        ...
+
+    def decode(self, batch: Batch, steps: int, threads: int) -> int:
+        """At most so many decode steps for every decoding row of a batch, in one call; the tokens sampled."""
         ...
 
     def experts(self) -> npt.NDArray[np.int16]:

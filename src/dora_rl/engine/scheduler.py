@@ -166,23 +166,40 @@ class Scheduler:
         for sequence in [batch.sequences[row] for row in needy]:
             if sequence.row < 0:
                 continue
-            # A plan may come here twice: a block that was taken the first time is there already.
-            missing = int(batch.position[sequence.row]) // size == len(sequence.blocks)
-            if not missing and self.pool.holders[sequence.blocks[-1]] == 1:
+            # A plan may come here twice, and blocks may have been taken ahead: what is needed may be there already.
+            index = int(batch.position[sequence.row]) // size
+            missing = index == len(sequence.blocks)
+            if not missing and self.pool.holders[sequence.blocks[index]] == 1:
                 continue
             if not self._room(1, sequence):
                 continue
             if missing:
                 sequence.blocks.append(self.pool.take())
-            elif self.pool.holders[sequence.blocks[-1]] > 1:
-                self._own_last(sequence)
+            elif self.pool.holders[sequence.blocks[index]] > 1:
+                self._own(sequence, index)
             batch.set_blocks(sequence)
 
-    def _own_last(self, sequence: Sequence) -> None:
-        """Copy on write: the last block becomes its own."""
-        shared = sequence.blocks[-1]
-        sequence.blocks[-1] = self.pool.take()
-        self.cache.copy(shared, sequence.blocks[-1])
+    def look_ahead(self, batch: Batch, steps: int) -> int:
+        """Blocks for so many tokens of every decoding row, or for one if that many are not to spare; the steps."""
+        if steps == 1:
+            return 1
+        rows = batch.decode_rows()
+        end = np.minimum(batch.position[rows] + steps - 1, batch.last[rows] - 1)
+        needed = end // self.cache.shape.block_size + 1 - batch.held[rows]
+        needy = rows[needed > 0]
+        if self.pool.free < needed[needy].sum() + self.running:
+            return 1
+        for row in needy:
+            sequence = batch.sequences[row]
+            sequence.blocks.extend(self.pool.take() for _ in range(needed[row]))
+            batch.set_blocks(sequence)
+        return steps
+
+    def _own(self, sequence: Sequence, index: int) -> None:
+        """Copy on write: a block becomes its own."""
+        shared = sequence.blocks[index]
+        sequence.blocks[index] = self.pool.take()
+        self.cache.copy(shared, sequence.blocks[index])
         self.pool.release([shared])
         self.stats.copied_blocks += 1
 
@@ -232,7 +249,7 @@ class Scheduler:
             if not self._room(needed + shared, sequence):
                 continue
             if shared:
-                self._own_last(sequence)
+                self._own(sequence, len(sequence.blocks) - 1)
             sequence.blocks.extend(self.pool.take() for _ in range(needed))
             self._batches[sequence.slot].set_blocks(sequence)
             chunks[sequence.slot].append((sequence, count))
@@ -337,7 +354,8 @@ class Scheduler:
         for batch in self._batches:
             for row, sequence in enumerate(batch.sequences):
                 assert sequence.row == row
-                known = self.cache.shape.blocks(sequence.length + int(batch.fill[row]))
+                ahead = sequence.length + int(batch.fill[row]) + self._config.stretch
+                known = self.cache.shape.blocks(min(ahead, sequence.limit))
                 assert len(sequence.blocks) <= known, f"a request holds {len(sequence.blocks)} blocks for {known}"
                 np.add.at(holders, sequence.blocks, 1)
         for blocks in self.prompts.held():

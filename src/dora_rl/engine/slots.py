@@ -3,7 +3,7 @@
 Invariants:
 - a slot serves one version, or none; what it serves changes only between two steps;
 - loading happens in a thread of its own: mapping the file, touching its pages, checking shapes. Decoding goes on
-  meanwhile, in this slot (in-flight update) or in others.
+  meanwhile, in this slot (in-flight update) or in others. Where there is nothing else to do, it is done on the spot.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dora_rl.core.errors import DoraError
 
 if TYPE_CHECKING:
     from dora_rl.core.accounting import TimeAccount
-    from dora_rl.core.nouns import Fingerprint, Version
+    from dora_rl.core.nouns import Fingerprint, Nanoseconds, Version
     from dora_rl.core.ports import WeightSource
     from dora_rl.engine.batch import Batch
     from dora_rl.engine.runner import MakeRunner, Runner
@@ -28,14 +28,17 @@ PAGE = 4096
 class Loading:
     """A version on its way into a slot."""
 
-    def __init__(self, version: Version, in_flight: bool, weights: WeightSource, make: MakeRunner) -> None:
+    def __init__(self, version: Version, in_flight: bool, weights: WeightSource, make: MakeRunner, now: bool) -> None:
         self.version = version
         self.in_flight = in_flight
         self.runner: Runner | None = None
         self.fingerprint: Fingerprint = ""
         self.error: DoraError | None = None
         self._thread = threading.Thread(target=self._load, args=(weights, make), daemon=True, name=f"load v{version}")
-        self._thread.start()
+        if now:
+            self._load(weights, make)
+        else:
+            self._thread.start()
 
     @property
     def done(self) -> bool:
@@ -43,7 +46,8 @@ class Loading:
 
     def wait(self) -> None:
         """Until it is done."""
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     def _load(self, weights: WeightSource, make: MakeRunner) -> None:
         try:
@@ -69,6 +73,8 @@ class Slot:
         self.fingerprint: Fingerprint = ""
         self.runner: Runner | None = None
         self.loading: Loading | None = None
+        self.pace: Nanoseconds = 0
+        """How long a decode step took, the last time."""
 
 
 def _touch(tensor: Any) -> None:

@@ -11,7 +11,7 @@ import socket
 import sys
 import traceback
 
-from dora_rl.core.errors import UserError
+from dora_rl.core.errors import NonFiniteError, UserError
 from dora_rl.runtime.channel import Channel
 from dora_rl.runtime.messages import Died, Start, ToProcess
 
@@ -30,6 +30,8 @@ def main(link: socket.socket) -> None:
             _play(start, channel, rest)
         except UserError as error:
             channel.send(Died(reason=str(error), by_user=True))
+        except NonFiniteError as error:
+            channel.send(Died(reason=str(error), final=True))
         except Exception as error:
             traceback.print_exc()
             channel.send(Died(reason=f"{type(error).__name__}: {error}"))

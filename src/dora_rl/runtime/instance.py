@@ -29,6 +29,7 @@ from dora_rl.runtime import messages as m
 from dora_rl.runtime.channel import Channel
 from dora_rl.runtime.engines import make_engine
 from dora_rl.runtime.folder import RunFolder
+from dora_rl.runtime.heart import beat
 
 _GATHER = 0.03
 """Seconds for which reports are gathered when nothing hangs on them."""
@@ -62,6 +63,7 @@ class Instance:
     def serve(self, messages: list[m.ToProcess]) -> None:
         """Until told to stop, or alone."""
         self._channel.send(m.Joined(spec=self._engine.spec(), kernels=self._engine.kernels))
+        beat(self._channel, self._heartbeat)
         while True:
             for message in messages:
                 if isinstance(message, m.Stop):

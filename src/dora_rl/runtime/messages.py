@@ -266,6 +266,10 @@ class Saved(Message, frozen=True, kw_only=True):
     path: str
 
 
+class Alive(Message, frozen=True, kw_only=True):
+    """A sign of life of an instance that has had nothing else to say for a while."""
+
+
 class Ready(Message, frozen=True, kw_only=True):
     """A judge can be asked."""
 
@@ -303,9 +307,24 @@ class Died(Message, frozen=True, kw_only=True):
     reason: str
     by_user: bool = False
     """A mistake in the configuration, that starting again does not mend."""
+    final: bool = False
+    """The same would happen to the next life."""
 
 
 ToProcess = Start | Do | Threads | Stop | Submit | Export | Import | Extend | End | Train | Save | Judge | Play
 FromProcess = (
-    Joined | Report | Exported | Imported | Spent | Counted | Stepped | Saved | Ready | Judged | Played | Refused | Died
+    Joined
+    | Report
+    | Exported
+    | Imported
+    | Spent
+    | Counted
+    | Alive
+    | Stepped
+    | Saved
+    | Ready
+    | Judged
+    | Played
+    | Refused
+    | Died
 )

@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from dora_rl.core import commands as c
 from dora_rl.core import events as e
@@ -36,6 +36,7 @@ from dora_rl.runtime.recorder import Recorder
 from dora_rl.runtime.text import Text
 from dora_rl.runtime.threads import share
 from dora_rl.runtime.turns import Turns
+from dora_rl.runtime.verdicts import Verdicts
 
 if TYPE_CHECKING:
     from dora_rl.ledger.ledger import Ledger
@@ -80,6 +81,7 @@ class LocalWorld:
         self._clock = clock
         self._notice = notice
         self._events: deque[e.Event] = deque()
+        self._verdicts = Verdicts(config.control, books)
         self._current: tuple[e.Event, Nanoseconds] | None = None
         self._last: Nanoseconds = 0
         self._deferred: deque[tuple[int, c.Command]] = deque()
@@ -134,6 +136,7 @@ class LocalWorld:
         answered = list(commands)
         number = self._ledger.log(event, answered, at)
         self.books.note(event, answered)
+        self._verdicts.note(event, answered, self.newest)
         self._note(event, at)
         for command in answered:
             if isinstance(command, _DURABLE):
@@ -201,6 +204,11 @@ class LocalWorld:
         if isinstance(message, m.Died):
             if message.by_user:
                 raise UserError(message.reason)
+            if message.final:
+                raise RunError(
+                    f"{message.reason}; the checkpoint before it is kept: begin a new run from that with a lower "
+                    "trainer.optimiser.learning_rate, or mend what made these trajectories and resume the run"
+                )
             process.said = message.reason
             self._notice(f"{process.name}: {message.reason}")
         elif process.role == "judge":
@@ -241,6 +249,8 @@ class LocalWorld:
                 self.recorder.spent(process.name, message)
             case m.Counted(figures=figures):
                 self.recorder.counted[process.name] = figures
+            case m.Alive():
+                pass  # hearing it was all
             case _:
                 raise AssertionError(f"not from an instance: {message}")
 
@@ -366,9 +376,7 @@ class LocalWorld:
                 self._training = 0
             case e.Published(version=version):
                 self.newest = version
-                live = len(
-                    {g.version for g in self.books.groups.values() if any(_running(t) for t in g.trajectories.values())}
-                )
+                live = self.books.live_versions
                 verdicts = sum(self.books.failed.values())
                 self.recorder.published(version, at, live, verdicts, self._ledger.seconds)
                 self.recorder.note("published", at, version=version)
@@ -386,6 +394,12 @@ class LocalWorld:
         every = self.config.evaluation.every
         if self.evaluation is not None and every and (version % every == 0 or version == steps):
             self.evaluation.ask(version, self._processes)
+
+    def evaluate_again(self, done: set[Version]) -> None:
+        """After a restart: evaluations that were asked for and have no result, before their weights are let go."""
+        for version in self._store.versions():
+            if self.newest is not None and version <= self.newest and version not in done:
+                self._evaluate(version)
 
     def evaluated(self, result: Evaluated) -> None:
         """An evaluation is over."""
@@ -606,7 +620,3 @@ class LocalWorld:
         c.TrainerIdles: _trainer_idles,
         c.Stalled: _stalled,
     }
-
-
-def _running(book: Any) -> bool:
-    return book.ended is None and not book.failed

@@ -92,10 +92,24 @@ def read_examples(path: Path, tokenizer: Any | None, vocabulary: int, max_length
                 )
             if max(prompt + completion) >= vocabulary or min(prompt + completion) < 0:
                 raise DataError(f"{where}: a token id is outside the model's vocabulary of {vocabulary}")
-            examples.append(_group(len(examples), prompt, completion))
+            examples.append(example(len(examples), prompt, completion))
     if not examples:
         raise DataError(f"{path} has no examples")
     return examples
+
+
+def example(number: int, prompt: list[int], completion: list[int]) -> Group:
+    """What is to be learned: the completion, after the prompt."""
+    tokens = np.array(prompt + completion, dtype=np.int32)
+    trajectory = Trajectory(
+        id=number,
+        version=0,
+        tokens=tokens,
+        loss_mask=np.arange(len(tokens)) >= len(prompt),
+        behaviour_logprobs=np.zeros(len(tokens), dtype=np.float32),  # given, not sampled
+        reward=0.0,
+    )
+    return Group(id=number, trajectories=(trajectory,))
 
 
 def train(model: Any, examples: Sequence[Group], config: SftConfig, progress: Callable[[SftProgress], None]) -> Trainer:
@@ -171,16 +185,3 @@ def _is_ids(value: Any) -> bool:
 
 def _is_messages(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, dict) and "role" in item for item in value)
-
-
-def _group(number: int, prompt: list[int], completion: list[int]) -> Group:
-    tokens = np.array(prompt + completion, dtype=np.int32)
-    trajectory = Trajectory(
-        id=number,
-        version=0,
-        tokens=tokens,
-        loss_mask=np.arange(len(tokens)) >= len(prompt),
-        behaviour_logprobs=np.zeros(len(tokens), dtype=np.float32),  # given, not sampled
-        reward=0.0,
-    )
-    return Group(id=number, trajectories=(trajectory,))

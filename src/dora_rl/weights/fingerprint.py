@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+_LITTLE = 8 << 20
+"""Bytes that are hashed sooner than threads begin."""
+
 
 def raw(tensor: Tensor) -> NDArray[np.uint8]:
     """The bytes of a tensor; a view where it is contiguous and in host memory."""
@@ -45,8 +48,8 @@ def combine(parts: Iterable[tuple[TensorSpec, bytes]]) -> Fingerprint:
 
 def fingerprint(tensors: Mapping[str, Tensor], threads: int = 2) -> Fingerprint:
     """The fingerprint of these tensors as they are in memory now. Hashing releases the GIL, so threads help."""
+    specs = [spec(name, tensor) for name, tensor in tensors.items()]
+    if sum(tensor.nbytes for tensor in tensors.values()) < _LITTLE:
+        return combine(zip(specs, (digest(raw(tensor)) for tensor in tensors.values()), strict=True))
     with ThreadPoolExecutor(threads) as pool:
-        digests = pool.map(lambda tensor: digest(raw(tensor)), tensors.values())
-        return combine(
-            (spec(name, tensor), content) for (name, tensor), content in zip(tensors.items(), digests, strict=True)
-        )
+        return combine(zip(specs, pool.map(lambda tensor: digest(raw(tensor)), tensors.values()), strict=True))

@@ -81,6 +81,18 @@ class Draws(c.Structure):
     )
 
 
+class Stretch(c.Structure):
+    """Sequences that decode several steps in one call."""
+
+    _fields_ = (
+        *((name, c.c_int32) for name in ("rows", "steps", "width", "stop_ids", "table_stride", "vocab")),
+        *((name, INTS) for name in ("token", "position", "fill", "last", "place", "stops", "table", "history")),
+        *((name, FLOATS) for name in ("logprobs", "model_logprobs", "temperature", "top_p", "min_p")),
+        *((name, INTS) for name in ("top_k", "seed", "trajectory")),
+        ("logits", FLOATS),
+    )
+
+
 def declare(library: c.CDLL) -> c.CDLL:
     """The library with its functions' types declared."""
     library.vector_width.restype = c.c_int
@@ -97,6 +109,8 @@ def declare(library: c.CDLL) -> c.CDLL:
         *(c.POINTER(Cache), c.POINTER(Rows), c.c_int, c.c_int, c.c_int, c.c_float, c.c_float),
         *(FLOATS, FLOATS, c.c_int, FLOATS, c.c_int),
     ]
+    library.decode.restype = c.c_int64
+    library.decode.argtypes = [c.POINTER(Model), c.POINTER(Cache), c.POINTER(Stretch), FLOATS, c.c_int, c.c_int]
     library.sample.restype = None
     library.sample.argtypes = [c.POINTER(Draws), c.c_int]
     return library

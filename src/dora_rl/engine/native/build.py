@@ -22,8 +22,8 @@ from pathlib import Path
 
 from dora_rl.engine.native.binding import declare
 
-SOURCES = ("forward.cpp", "sample.cpp")
-HEADERS = ("attention.h", "product.h", "team.h", "vectors.h")
+SOURCES = ("forward.cpp", "sample.cpp", "stretch.cpp")
+HEADERS = ("attention.h", "draws.h", "product.h", "team.h", "vectors.h")
 FLAGS = (
     "-O3",
     f"-march={os.environ.get('DORA_RL_ARCH', 'native')}",

@@ -18,13 +18,16 @@ import torch
 from dora_rl.engine.native import binding
 from dora_rl.engine.native.build import library as compiled
 from dora_rl.engine.runner import named
+from dora_rl.engine.sampling import Settings
 
 if TYPE_CHECKING:
+    from dora_rl.engine.batch import Batch
     from dora_rl.engine.kv import KvCache
     from dora_rl.engine.rows import Rows
 
 DENSE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 SPARSE = ("MixtralForCausalLM", "OlmoeForCausalLM", "Qwen3MoeForCausalLM")
+_COLUMNS = ("token", "position", "fill", "last", "place", "stops", "history", "logprobs", "model_logprobs")
 HEAD_VECTORS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 32)  # sizes of a head, in vectors, that attention is compiled for
 
 
@@ -58,6 +61,8 @@ def obstacle(model: Any, library: c.CDLL) -> str:
 class NativeRunner:
     """One version's weights as the kernels see them."""
 
+    stretches = True
+
     def __init__(self, model: Any, tensors: Mapping[str, Any], cache: KvCache, limit: int, context: int) -> None:
         library = compiled()
         assert library is not None
@@ -84,12 +89,7 @@ class NativeRunner:
 
     def forward(self, rows: Rows, threads: int, record_experts: bool) -> torch.Tensor:
         """One call into the kernels."""
-        if threads > self._threads:
-            floats = self._library.scratch_floats(c.byref(self._model), self._limit, threads, self._context)
-            self._scratch = torch.empty(floats)
-            self._threads = threads
-        if rows.logit_count > len(self._logits):
-            self._logits = torch.empty(rows.logit_count, self._model.vocab)
+        self._make_room(threads, rows.logit_count)
         self._rows = rows.count
         given = binding.Rows(
             count=rows.count,
@@ -107,6 +107,36 @@ class NativeRunner:
             c.byref(self._model), c.byref(self._cache), c.byref(given), self._scratch.data_ptr(), threads, self._context
         )
         return self._logits[: rows.logit_count]
+
+    def decode(self, batch: Batch, steps: int, threads: int) -> int:
+        """At most so many decode steps for every decoding row of a batch; the tokens sampled."""
+        self._make_room(threads, batch.decoding)
+        settings = {name: getattr(batch.settings, name).ctypes.data for name in Settings.COLUMNS}
+        columns = {name: getattr(batch, name).ctypes.data for name in _COLUMNS}
+        given = binding.Stretch(
+            rows=batch.decoding,
+            steps=steps,
+            width=batch.history.shape[1],
+            stop_ids=batch.stops.shape[1],
+            table_stride=batch.rows.table.shape[1],
+            vocab=self._model.vocab,
+            table=batch.rows.table.ctypes.data,
+            logits=self._logits.data_ptr(),
+            **columns,
+            **settings,
+        )
+        sampled: int = self._library.decode(
+            c.byref(self._model), c.byref(self._cache), c.byref(given), self._scratch.data_ptr(), threads, self._context
+        )
+        return sampled
+
+    def _make_room(self, threads: int, logits: int) -> None:
+        if threads > self._threads:
+            floats = self._library.scratch_floats(c.byref(self._model), self._limit, threads, self._context)
+            self._scratch = torch.empty(floats)
+            self._threads = threads
+        if logits > len(self._logits):
+            self._logits = torch.empty(logits, self._model.vocab)
 
     def experts(self) -> npt.NDArray[np.int16]:
         """The experts of the last recorded pass."""

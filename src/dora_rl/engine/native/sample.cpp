@@ -7,21 +7,9 @@
 #include <cmath>
 #include <vector>
 
+#include "draws.h"
 #include "team.h"
 #include "vectors.h"
-
-struct Draws {
-    int32_t rows, vocab;
-    const float* logits;        // [rows][vocab]
-    const float *temperature, *top_p, *min_p;  // [rows]; temperature 0 is greedy
-    const int32_t* top_k;       // [rows]; 0 is no limit
-    const uint64_t *seed, *trajectory, *position;  // [rows], the key of the row's random number
-    const int32_t* bias_start;  // [rows + 1] into the two below, or null
-    const int32_t* bias_token;
-    const float* bias_value;
-    int64_t* token;             // [rows]; -1 where the logits are not finite
-    float *logprob, *model_logprob;
-};
 
 // Philox4x32 with ten rounds, keyed by the seed, counting (position, trajectory); 53 of its bits as a number in [0, 1).
 static double uniform(uint64_t seed, uint64_t trajectory, uint64_t position) {

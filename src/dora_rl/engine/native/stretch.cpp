@@ -1,0 +1,113 @@
+// Several decode steps in one call, for sequences that need nothing but decoding.
+//
+// - A row that ends (stop id, length, logits that are not finite) takes no part in the steps after that; the others go
+//   on. What a row says does not depend on who is beside it, so this gives the tokens of single steps.
+// - The caller has seen to it that every row has blocks, and room in its history, for all of the steps.
+#include <vector>
+
+#include "attention.h"
+#include "draws.h"
+
+struct Model;
+extern "C" void forward(const Model* model, const Cache* cache, const Rows* rows, float* scratch, int threads, int context);
+
+struct Stretch {
+    int32_t rows, steps, width, stop_ids, table_stride, vocab;
+    int64_t* token;          // [rows] the one token left to compute
+    int32_t *position, *fill;  // [rows]
+    const int32_t* last;     // [rows] position of the last token that fits
+    uint64_t* place;         // [rows] index in the response of the next token
+    const int64_t* stops;    // [rows][stop_ids]
+    const int32_t* table;    // [rows][table_stride]
+    int64_t* history;        // [rows][width]
+    float *logprobs, *model_logprobs;  // [rows][width]
+    const float *temperature, *top_p, *min_p;
+    const int32_t* top_k;
+    const uint64_t *seed, *trajectory;
+    float* logits;           // [rows][vocab]
+};
+
+// The running rows side by side, as a forward pass and a draw want them.
+struct Running {
+    std::vector<int64_t> token, drawn;
+    std::vector<int32_t> position, sequence, logit_row, top_k;
+    std::vector<float> temperature, top_p, min_p, logprob, model_logprob;
+    std::vector<uint64_t> seed, trajectory, place;
+
+    explicit Running(const Stretch& s) : drawn(s.rows), logprob(s.rows), model_logprob(s.rows) {
+        for (int r = 0; r < s.rows; r++) {
+            token.push_back(s.token[r]);
+            position.push_back(s.position[r]);
+            sequence.push_back(r);
+            logit_row.push_back(r);
+            top_k.push_back(s.top_k[r]);
+            temperature.push_back(s.temperature[r]);
+            top_p.push_back(s.top_p[r]);
+            min_p.push_back(s.min_p[r]);
+            seed.push_back(s.seed[r]);
+            trajectory.push_back(s.trajectory[r]);
+            place.push_back(s.place[r]);
+        }
+    }
+
+    void keep(int from, int to) {
+        token[to] = token[from];
+        position[to] = position[from];
+        sequence[to] = sequence[from];
+        top_k[to] = top_k[from];
+        temperature[to] = temperature[from];
+        top_p[to] = top_p[from];
+        min_p[to] = min_p[from];
+        seed[to] = seed[from];
+        trajectory[to] = trajectory[from];
+        place[to] = place[from];
+    }
+};
+
+static bool ends(const Stretch& s, int row) {
+    if (s.token[row] < 0 || s.position[row] >= s.last[row]) return true;
+    for (int i = 0; i < s.stop_ids; i++)
+        if (s.stops[int64_t(row) * s.stop_ids + i] == s.token[row]) return true;
+    return false;
+}
+
+static void note(const Stretch& s, int row, int64_t token, float logprob, float model_logprob) {
+    int64_t at = int64_t(row) * s.width + s.fill[row]++;
+    s.history[at] = token;
+    s.logprobs[at] = logprob;
+    s.model_logprobs[at] = model_logprob;
+    s.token[row] = token;
+    s.position[row]++;
+    s.place[row]++;
+}
+
+// Gives how many tokens were sampled.
+extern "C" int64_t decode(const Model* model, const Cache* cache, const Stretch* stretch, float* scratch, int threads,
+                          int context) {
+    const Stretch& s = *stretch;
+    Running run(s);
+    int count = s.rows;
+    int64_t sampled = 0;
+    for (int step = 0; step < s.steps && count; step++) {
+        Rows rows{count, s.table_stride, count, run.token.data(), run.position.data(), run.sequence.data(),
+                  s.table, run.logit_row.data(), s.logits, nullptr};
+        forward(model, cache, &rows, scratch, threads, context);
+        Draws draws{count, s.vocab, s.logits, run.temperature.data(), run.top_p.data(), run.min_p.data(),
+                    run.top_k.data(), run.seed.data(), run.trajectory.data(), run.place.data(), nullptr, nullptr,
+                    nullptr, run.drawn.data(), run.logprob.data(), run.model_logprob.data()};
+        sample(&draws, threads);
+        sampled += count;
+        int left = 0;
+        for (int i = 0; i < count; i++) {
+            int row = run.sequence[i];
+            note(s, row, run.drawn[i], run.logprob[i], run.model_logprob[i]);
+            if (ends(s, row)) continue;
+            run.token[i] = s.token[row];
+            run.position[i] = s.position[row];
+            run.place[i] = s.place[row];
+            run.keep(i, left++);
+        }
+        count = left;
+    }
+    return sampled;
+}
