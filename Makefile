@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help setup format test lint types check soak chaos fuzz soak-run quickstart smollm2 warm-start clean \
+.PHONY: help setup format test test-vllm lint types check soak chaos fuzz soak-run quickstart smollm2 warm-start clean \
 	bench-control bench-engine bench-trainer bench-run bench-learning bench-cluster chaos-ray paper-table
 .DEFAULT_GOAL := help
 
@@ -61,6 +61,16 @@ bench-engine: setup .venv-vllm/.installed  ## the engine against generate and vL
 	.venv-vllm/bin/pip install --quiet --constraint constraints.txt torch -r .venv-vllm/requirements.txt
 	.venv-vllm/bin/pip install --quiet --no-deps .venv-vllm/wheel/*.whl
 	@touch $@
+
+# Tests of whole runs need this package and its own requirements there too, in the versions that vLLM has brought.
+.venv-vllm/.tested: .venv-vllm/.installed pyproject.toml
+	.venv-vllm/bin/python -m pip freeze | grep -E '^(transformers|tokenizers|numpy|huggingface.hub)==' > .venv-vllm/kept.txt
+	.venv-vllm/bin/python -m pip install --quiet --constraint constraints.txt --constraint .venv-vllm/kept.txt \
+		--editable '.[train,tasks]' pytest pytest-timeout
+	@touch $@
+
+test-vllm: .venv-vllm/.tested  ## run the tests of vLLM on the CPU, in an environment of its own (3.4 GB, about 5 minutes)
+	.venv-vllm/bin/python -m pytest tests/rollout tests/engine/test_vllm_settings.py
 
 paper-table: setup    ## calibrate on the synchronous rows, then predict the others and the headline
 	$(BIN)/python -m benchmarks.paper_table
