@@ -173,25 +173,26 @@ def _carry_out(part: Part, show: Any, *, quick: bool) -> str:
     command = [sys.executable, "-m", f"benchmarks.{part.name}", *(["--quick"] if quick and not part.kept else [])]
     log = RESULTS / "logs" / f"{part.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as wrong:
-        process = subprocess.Popen(
+    with (
+        log.open("w") as wrong,
+        subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=wrong, text=True, cwd=ROOT, start_new_session=True
-        )
-        late = threading.Timer(part.limit(quick=quick), _end, [process])
+        ) as process,
+    ):
+        over = threading.Event()
+        late = threading.Timer(part.limit(quick=quick), lambda: (over.set(), _end(process)))
         late.start()
         try:
             assert process.stdout is not None
             for line in process.stdout:
-                wrong.write(line)
                 show(line)
-            code = process.wait()
+            process.wait()
         finally:
-            over = not late.is_alive()
             late.cancel()
             _end(process)
-    if over:
+    if over.is_set():
         return f"not done after {part.limit(quick=quick):.0f} s"
-    return f"it ended with {code}: {_last_line(log)}" if code else ""
+    return f"it ended with {process.returncode}: {_last_line(log)}" if process.returncode else ""
 
 
 def _end(process: subprocess.Popen[str]) -> None:
