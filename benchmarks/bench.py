@@ -180,7 +180,12 @@ def _carry_out(part: Part, show: Any, *, quick: bool) -> str:
         ) as process,
     ):
         over = threading.Event()
-        late = threading.Timer(part.limit(quick=quick), lambda: (over.set(), _end(process)))
+
+        def give_up() -> None:
+            over.set()
+            _end(process)
+
+        late = threading.Timer(part.limit(quick=quick), give_up)
         late.start()
         try:
             assert process.stdout is not None
