@@ -1,6 +1,7 @@
 """What the parts of a run cost on this machine, each measured by itself: what the simulator predicts runs from.
 
-Costs are taken with the other cores busy, as they are in a run: cores share caches and memory.
+Costs are taken with the other cores busy, as they are in a run: cores share caches and memory. What one thread computes
+is counted in its processor time, so that being interrupted by others does not count.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,9 +151,14 @@ def _request(number: int, context: int, tokens: int) -> Request:
     return Request(trajectory=number, version=0, prompt=prompt, sampling=Sampling(max_tokens=tokens))
 
 
+def _clock(threads: int) -> Callable[[], float]:
+    """Seconds of the processor for one thread, of the wall for more."""
+    return time.process_time if threads == 1 else time.perf_counter
+
+
 def _decode_points(config: RunConfig, threads: int) -> dict[tuple[int, int], tuple[int, float]]:
     """By batch and context: tokens of context in all, and median seconds of a step."""
-    engine = make_engine(config, threads)
+    engine, clock = make_engine(config, threads), _clock(threads)
     points: dict[tuple[int, int], tuple[int, float]] = {}
     number = 0
     for context in CONTEXTS:
@@ -165,9 +171,9 @@ def _decode_points(config: RunConfig, threads: int) -> dict[tuple[int, int], tup
                 pass
             took = []
             for _ in range(STEPS):
-                begin = time.perf_counter()
+                begin = clock()
                 engine.step()
-                took.append(time.perf_counter() - begin)
+                took.append(clock() - begin)
             points[batch, context] = engine.progress().kv_tokens, statistics.median(took)
             for trajectory in range(number - batch, number):
                 engine.abort(trajectory, 0)
@@ -185,19 +191,20 @@ def _all_decode(engine: Engine, batch: int) -> bool:
 def _train_points(config: RunConfig, threads: int) -> tuple[list[tuple[int, float]], float]:
     """Tokens and seconds of the trainer's calls with 1, 2, 4 and 8 groups, and the seconds of applying."""
     torch.set_num_threads(threads)
+    clock = _clock(threads)
     trainer = Trainer(load(config.model).model, config.trainer)
     random = np.random.default_rng(0)
     calls: list[tuple[int, float]] = []
     applying = []
     for step, count in enumerate((2, 1, 2, 4, 8, 1, 2, 4, 8)):
         groups = [_group(random, step, number, config.control.group_size) for number in range(count)]
-        begin = time.perf_counter()
+        begin = clock()
         trainer.accumulate(step, groups)
-        middle = time.perf_counter()
+        middle = clock()
         trainer.apply(step)
         if step:  # the first one warms up
             calls.append((sum(len(t.tokens) for g in groups for t in g.trajectories), middle - begin))
-            applying.append(time.perf_counter() - middle)
+            applying.append(clock() - middle)
     return calls, statistics.median(applying)
 
 

@@ -58,7 +58,7 @@ class Job:
     points: int
     """Evaluations after the first: at equal distances, the last at the end."""
     micro_batch: int
-    """Completions in one of TRL's passes: the quickest of those tried, see `benchmarks.micro_batch`."""
+    """Completions in one of TRL's passes; it hardly matters, since all are padded to the longest of the step."""
     aim: float
     """Trained tokens/s, times TRL's."""
 
