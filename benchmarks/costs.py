@@ -7,6 +7,7 @@ is counted in its processor time, so that being interrupted by others does not c
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import statistics
 import subprocess
@@ -67,7 +68,7 @@ def measure(config: RunConfig, total: int) -> tuple[Measured, dict[str, Any]]:
     fast, _ = _train_points(config, CORES)
     train_speed = sum(seconds for _, seconds in calls) / sum(seconds for _, seconds in fast)
     tick(4, total, "a short run, for the supervisor's time")
-    per_said, shares = _supervisor()
+    per_said, scoring, shares = _supervisor()
     costs = Measured(
         step_base=base,
         per_request=per_request,
@@ -77,6 +78,7 @@ def measure(config: RunConfig, total: int) -> tuple[Measured, dict[str, Any]]:
         train_token=train_token,
         apply=apply,
         durable=durable,
+        score=scoring,
         publish=publishing,
         load=loading,
         move=moving,
@@ -280,8 +282,8 @@ def _durable() -> float:
     return statistics.median(took)
 
 
-def _supervisor() -> tuple[float, dict[str, float]]:
-    """Processor seconds of the supervisor and the judges for a generated token, and everybody's share."""
+def _supervisor() -> tuple[float, float, dict[str, float]]:
+    """Processor seconds of the supervisor and the judges for a generated token; seconds to a reward; all seconds."""
     with tempfile.TemporaryDirectory() as folder:
         command = command_of(JOB, Path(folder), **VARIANTS["dora K=4"], **{"control.steps": 12})
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -289,9 +291,24 @@ def _supervisor() -> tuple[float, dict[str, float]]:
             if process.wait(300):
                 raise RuntimeError("the short run failed")
         tokens = read(Path(folder) / "run").tokens
+        scoring = _scoring(Path(folder) / "run" / "events.jsonl")
     spent = watch.spent("trainer")
     ours = sum(seconds for name, seconds in spent.items() if name == "supervisor" or name.startswith("judge"))
-    return ours / tokens, spent
+    return ours / tokens, scoring, spent
+
+
+def _scoring(events: Path) -> float:
+    """Median seconds from the end of a response to its reward."""
+    ended: dict[int, int] = {}
+    took = []
+    for line in events.read_text().splitlines():
+        one = json.loads(line)
+        event = one["event"]
+        if event["event"] == "Generated":
+            ended[event["trajectory"]] = one["at"]
+        elif event["event"] == "Scored":
+            took.append((one["at"] - ended[event["trajectory"]]) / 1e9)
+    return statistics.median(took)
 
 
 if __name__ == "__main__":

@@ -50,6 +50,8 @@ class Measured:
     apply: float
     durable: float
     """From an event to its being on disk; nobody computes meanwhile."""
+    score: float
+    """From the end of a response to its reward."""
     publish: float
     load: float
     move: float
@@ -191,7 +193,7 @@ def sim_config(control: dict[str, Any], engine: dict[str, Any], instances: int, 
                 "move_overhead": m.move,
             },
             "trainer": {"utilisation": 1.0, "fixed_seconds": m.apply + m.durable, "publish_seconds": m.publish},
-            "workload": {"trace": trace, "prompt_tokens": 7},
+            "workload": {"trace": trace, "prompt_tokens": 7, "reward_seconds": m.score},
         }
     )
 

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,7 @@ def main() -> None:
     parser.add_argument("--jobs", default=",".join(JOBS))
     parser.add_argument("--repeats", type=int, default=0, help="2 by default, 1 in a quick run")
     parser.add_argument("--steps", type=int, default=0, help="of every job, instead of its own")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for both sides of every job")
     given = parser.parse_args()
     if not Path(TRL).exists():
         publish("training", [], {"not run": f"there is no {TRL}: `make .venv-trl/.installed` makes it"}, quiet=True)
@@ -101,6 +102,7 @@ def main() -> None:
     total = 3 * repeats * len(names)
     for name in names:
         job = JOBS[name]
+        job = replace(job, settings=job.settings | dict(one.partition("=")[::2] for one in given.set))
         steps = given.steps or job.steps[0 if given.quick else 1]
         found = []
         for repeat in range(repeats):
@@ -220,7 +222,7 @@ def _for_trl(job: Job, config: RunConfig, seed: int, save: list[int], out: Path)
         betas=optimiser.betas,
         loss=algorithm.name,
         clip=(algorithm.bounds.low, algorithm.bounds.high),
-        micro_batch=job.micro_batch,
+        micro_batch=min(job.micro_batch, config.control.groups_per_step * config.control.group_size),
         threads=CORES,
         seed=seed,
         save=save,

@@ -22,6 +22,7 @@ COSTS = Measured(
     train_token=2e-5,
     apply=1e-3,
     durable=1e-3,
+    score=1e-3,
     publish=1e-3,
     load=1e-3,
     move=1e-3,
@@ -142,3 +143,86 @@ def test_a_part_that_hangs_is_given_up(results: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(bench.Part, "limit", lambda self, *, quick: 1.0)
     bench.run([module(results, "scale", "import time\ntime.sleep(60)")], quick=True, everything=True)
     assert outcomes(results)["scale"]["reason"] == "not done after 1 s"
+
+
+def sample_results() -> dict[str, Any]:
+    """A little of what each part writes."""
+    side = {
+        "tokens": 1000,
+        "seconds": 2.0,
+        "steps": 2,
+        "memory": 5e8,
+        "median": 44,
+        "p99": 571,
+        "curve": [[0, 0.0, 0.4], [2, 2.0, 0.5]],
+        "versions": {"trl": "1.16.0"},
+    }
+    cell = {
+        "tokens": 900,
+        "seconds": 3.0,
+        "steps": 3,
+        "lower_bound": 0.5,
+        "occupancy": 0.9,
+        "idle": {"trainer": 0.1},
+        "staleness": {"0": 1.0},
+    }
+    aim = {"name": "speed", "target": ">= 2", "value": 2.5, "met": True}
+    found = {
+        "tail": "heavy",
+        "variant": "sync",
+        "tokens/s": 300.0,
+        "predicted": 330.0,
+        "error": 0.1,
+        "occupancy": 0.9,
+        "predicted occupancy": 0.8,
+        "trainer busy": 0.2,
+        "predicted trainer busy": 0.3,
+    }
+    growth = {"what": "a step", "along": "batch", "unit": "ms", "values": [1, 2, 4], "costs": [1.0, 1.5, 2.5]}
+    check = {
+        "log-prob a token of its responses": [-0.5],
+        "of the float32 model's own": [-0.4],
+        "first tokens that are the same": [7],
+        "trusted": True,
+    }
+    job = {"settings": {"threads": 2}, "repeats": [{"ours": side, "trl": side | {"seconds": 20.0}, "prompts": 256}]}
+    ratios = [{"name": "heavy: trained tokens/s", "values": [10.0, 11.0], "aim": 10.0}]
+    tail = {"median": 44.0, "p99": 571, "mean": 80.0, "repeats": [{"sync": cell}]}
+    return {
+        "training": {"jobs": {"heavy": job}, "ratios": ratios},
+        "tails": {"steps": 3, "tails": {"heavy": tail}, "ratios": []},
+        "reality": {"cells": [found], "costs": {"apply": 1e-3}, "median |error|": 0.1, "within the aim": 1},
+        "scale": {"series": [growth | {"exponent": 0.6, "error": 0.01}]},
+        "llama": {
+            "tokens": 32,
+            "threads": 2,
+            "version": "0.3",
+            "ours": {"1": [50.0]},
+            "llama.cpp": {"1": [60.0]},
+            "check": check,
+            "ratios": [],
+        },
+        "trl_async": {"steps": [{}, {}], "seconds a step": 4.0},
+        "engine": {"targets": [aim]},
+        "control": {"targets": [aim]},
+        "paper_table": {"targets": [aim]},
+        "trainer": {"targets": [aim], "publish": {"3m": {"bytes": 1e7, "total_s": 0.02, "copy_s": 0.01}}},
+    }
+
+
+def test_the_page_is_made_from_the_files_alone(results: Path) -> None:
+    contents = sample_results()
+    for name, content in contents.items():
+        (results / f"{name}.json").write_text(json.dumps(content))
+    about = bench.describe() | {"quick": False, "started": "2026-01-31 12:00 UTC", "load at the start": 0.1}
+    parts = [{"name": name, "status": "ok", "seconds": 1.0, "reason": ""} for name in contents]
+    (results / "bench.json").write_text(json.dumps(about | {"seconds": 60.0, "parts": parts}))
+    page.write()
+    text = (page.DOCS / "benchmarks.md").read_text()
+    assert set(page.TITLES) == set(page.SECTIONS) == set(contents), "a part has no section, or no sample here"
+    for title in page.TITLES.values():
+        assert f"## {title}" in text
+    assert "10.50 (10.00 to 11.00) | at least 10 | yes" in text
+    for line in text.splitlines():
+        if line.startswith("!["):
+            assert (page.DOCS / line.partition("](")[2].rstrip(")")).stat().st_size
