@@ -182,8 +182,14 @@ def _tails(content: Content) -> str:
         columns = ["mode", "tokens/s", "of sync", "s a step", "over bound", "occupancy", "slots idle", "staleness"]
         about = f"median {found['median']:.0f} tokens, 99th percentile {found['p99']}, mean {found['mean']:.0f}"
         parts.append(f"**{tail} tail**: {about}.\n\n{table(columns, rows)}")
+    ledger = [one["ledger"] / one["seconds"] for found in content["tails"].values() for one in _runs(found)]
+    parts.append(f"The ledger took {min(ledger):.1%} to {max(ledger):.1%} of the time of a core.")
     plots.bars(DOCS / "benchmarks-tails.svg", "trained tokens/s by tail and mode", groups)
     return "\n\n".join([*parts, "![tokens/s by mode and tail](benchmarks-tails.svg)"])
+
+
+def _runs(found: Content) -> list[Content]:
+    return [one for cells in found["repeats"] for one in cells.values()]
 
 
 def _rate(one: Content) -> float:
@@ -209,6 +215,7 @@ def _reality(content: Content) -> str:
     for cell in content["cells"]:
         series.setdefault(cell["tail"], []).append((cell["tokens/s"], cell["predicted"]))
     plots.against(DOCS / "benchmarks-reality.svg", "trained tokens/s, predicted against found", series, 0.15)
+    roles = content["details"]["processor seconds by role in a short run"]
     costs = ", ".join(f"{name} {_seconds(name, value)}" for name, value in content["costs"].items())
     columns = ["tail", "mode", "tokens/s", "predicted", "error", "occupancy", "predicted", "trainer s", "predicted"]
     return "\n\n".join(
@@ -226,8 +233,14 @@ def _reality(content: Content) -> str:
             table(columns, rows),
             "![predicted against found](benchmarks-reality.svg)",
             f"Measured costs: {costs}.",
+            f"Processor time of a short run in mode dora by process: {shares(_parts_of(roles))}.",
         ]
     )
+
+
+def _parts_of(seconds: dict[str, float]) -> dict[str, float]:
+    whole = sum(seconds.values()) or 1.0
+    return {name: one / whole for name, one in seconds.items()}
 
 
 def _seconds(name: str, value: float) -> str:

@@ -41,6 +41,8 @@ class Figures:
     """Seconds at which each version was there."""
     rewards: list[float] = field(default_factory=list)
     """Mean of each step."""
+    ledger: float = 0.0
+    """Seconds of processor time that writing the ledger took."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -110,6 +112,7 @@ def read(folder: Path) -> Figures:
         ],
         published={version: (at - begin) / SECOND for version, at in sorted(published.items())},
         rewards=[line["reward/mean"] for line in steps],
+        ledger=max(line["timing_s/ledger"] for line in steps),
     )
 
 

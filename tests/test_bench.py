@@ -163,6 +163,7 @@ def sample_results() -> dict[str, Any]:
         "steps": 3,
         "lower_bound": 0.5,
         "occupancy": 0.9,
+        "ledger": 0.05,
         "idle": {"trainer": 0.1},
         "staleness": {"0": 1.0},
     }
@@ -191,7 +192,13 @@ def sample_results() -> dict[str, Any]:
     return {
         "training": {"jobs": {"heavy": job}, "ratios": ratios},
         "tails": {"steps": 3, "tails": {"heavy": tail}, "ratios": []},
-        "reality": {"cells": [found], "costs": {"apply": 1e-3}, "median |error|": 0.1, "within the aim": 1},
+        "reality": {
+            "cells": [found],
+            "costs": {"apply": 1e-3},
+            "details": {"processor seconds by role in a short run": {"supervisor": 1.0, "i0": 3.0}},
+            "median |error|": 0.1,
+            "within the aim": 1,
+        },
         "scale": {"series": [growth | {"exponent": 0.6, "error": 0.01}]},
         "llama": {
             "tokens": 32,
