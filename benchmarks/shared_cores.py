@@ -4,9 +4,11 @@ The simulator gives every instance and the trainer devices of their own. On a CP
 so this world slows them down by what the operating system gives them, and nothing else is changed: the orchestrator,
 the instances' batching and the trainer are those of `dora_rl.sim`.
 
-- The trainer is not nice and the instances are (`runtime.instance`), so the trainer has its threads' cores to itself.
-- The instances that have requests share the cores that are left, in equal parts.
+- The supervisor takes what the tokens that are being said cost it.
+- What is left is shared by weight, as Linux does it: instances are nicer than the trainer (`runtime.instance`), and a
+  level of niceness is worth a factor of 1.25. Nobody gets more cores than it has threads.
 - Threads are given out as the runtime does (`runtime.threads.share`); what more threads are worth is measured.
+- A call of the trainer keeps the speed with which it began.
 
 Every number in `Measured` is a time that `benchmarks.reality` takes on this machine with the parts alone.
 """
@@ -29,6 +31,11 @@ from dora_rl.sim.instance import SimInstance
 from dora_rl.sim.run import Meter, Result, Variant
 from dora_rl.sim.workload import Source
 
+MODESTY = 5
+"""Levels by which an instance is nicer than the trainer: `runtime.instance`, which would bring torch here."""
+_WEIGHT = 1.25**-MODESTY
+"""Of an instance, if the trainer's is 1."""
+_ROUNDS = 8
 _NEVER = dict.fromkeys(("load", "move", "score", "tool", "heartbeat", "train", "stall"), 1e7)
 """Nothing fails here."""
 
@@ -79,9 +86,12 @@ class SharedInstance(SimInstance):
     """An instance that has a part of a core."""
 
     speed = 1.0
+    _rest = 0.0
+    """Of a nanosecond, worked and not yet counted: others' changes may come every few nanoseconds."""
 
     def advance(self, now: Nanoseconds) -> None:
-        self._since = max(self._since, now - int((now - self._since) * self.speed))
+        whole, self._rest = divmod((now - self._since) * self.speed + self._rest, 1.0)
+        self._since = now - int(whole)
         super().advance(now)
 
     def next_wake(self) -> Nanoseconds | None:
@@ -93,6 +103,11 @@ class SharedInstance(SimInstance):
     @property
     def works(self) -> bool:
         return bool(self._active) and not self.paused
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second, were a core its own."""
+        return self._active / self._pace()[0]
 
 
 class InOrder(Source):
@@ -129,25 +144,32 @@ class SharedCores(Meter):
 
     def trainer_speed(self) -> float:
         """Of a call that begins now."""
-        working = sum(instance.works for instance in self._shared())
-        threads = share(self._cores, working, trainer_busy=True).trainer
-        return self._worth(threads, self._measured.train_speed)
+        return self._speeds(training=True)[0]
 
     def _schedule_dirty(self) -> None:
-        speed = self._rollout_speed()
+        training = self.trainer.current.label in (Label.TRAIN, Label.PUBLISH)
+        _, speed = self._speeds(training=training)
         for instance in self._shared():
             if instance.speed != speed:
                 self._touch(instance)
                 instance.speed = speed
         super()._schedule_dirty()
 
-    def _rollout_speed(self) -> float:
-        working = sum(instance.works for instance in self._shared())
-        training = self.trainer.current.label in (Label.TRAIN, Label.PUBLISH)
-        shares = share(self._cores, working, trainer_busy=training)
-        left = self._cores - (min(shares.trainer, self._cores - 1) if training else 0)
-        crowding = min(1.0, left / max(1, working * shares.instance))
-        return self._worth(shares.instance, self._measured.decode_speed) * crowding
+    def _speeds(self, *, training: bool) -> tuple[float, float]:
+        """Of the trainer and of each instance that works, as the cores are shared now."""
+        working = [instance for instance in self._shared() if instance.works]
+        threads = share(self._cores, len(working), trainer_busy=training)
+        said = self._measured.per_said * sum(instance.rate for instance in working)
+        trainer, each = 0.0, 1.0
+        for _ in range(_ROUNDS):  # what the supervisor takes depends on what it leaves
+            left = self._cores - min(1.0, said * each)
+            if training:
+                trainer = min(threads.trainer, left / (1 + _WEIGHT * len(working)))
+            each = min(threads.instance, (left - trainer) / max(1, len(working)))
+        return (
+            self._worth(threads.trainer, self._measured.train_speed) * trainer / threads.trainer,
+            self._worth(threads.instance, self._measured.decode_speed) * each / threads.instance,
+        )
 
     def _worth(self, threads: int, of_all: float) -> float:
         """Speed with so many threads, on the line between one and all."""
@@ -162,8 +184,7 @@ class SharedCores(Meter):
 def sim_config(control: dict[str, Any], engine: dict[str, Any], instances: int, trace: str, m: Measured) -> SimConfig:
     """The simulator's config for which its cost model gives the measured costs.
 
-    A token of context is one byte, and weights weigh nothing, so that rates are times turned upside down. What a token
-    costs the supervisor is added to what it costs its instance: on shared cores it is the same time that is taken.
+    A token of context is one byte, and weights weigh nothing, so that rates are times turned upside down.
     """
     unit = 1e9
     return SimConfig.model_validate(
@@ -174,7 +195,7 @@ def sim_config(control: dict[str, Any], engine: dict[str, Any], instances: int, 
             "warmup_steps": 0,
             "control": control | {"deadlines": _NEVER},
             "hardware": {
-                "flops": 2 * unit / (m.per_request + m.per_said),
+                "flops": 2 * unit / m.per_request,
                 "memory_bytes": engine["kv_tokens"] + 1.0,
                 "memory_bandwidth": 1.0 / m.per_token,
                 "link_bandwidth": 1e30,

@@ -32,7 +32,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     PROPORTIONAL: {"control.mode": "dora", "control.max_staleness": 4, "control.placement": "proportional"},
 }
 QUICK = ("sync", "one_step_off", "partial K=4", "dora K=1", "dora K=4")
-STEPS = {True: 12, False: 30}
+STEPS = {True: 10, False: 30}
 """Of a run; with 30 the beginning and the end, where fewer versions are live, weigh little."""
 
 Found = dict[str, list[dict[str, Figures]]]

@@ -71,16 +71,16 @@ _CONSTANT: dict[str, object] = {
     "threads": CORES,
 }
 JOBS = {
-    "heavy": Job(config=QUICKSTART, settings=_CONSTANT, steps=(3, 12), points=3, micro_batch=16, aim=10.0),
+    "heavy": Job(config=QUICKSTART, settings=_CONSTANT, steps=(2, 12), points=3, micro_batch=16, aim=10.0),
     "light": Job(
         config=QUICKSTART,
         settings=_CONSTANT | {"data.params.tail": "light"},
-        steps=(6, 12),
+        steps=(3, 12),
         points=3,
         micro_batch=16,
         aim=2.0,
     ),
-    "smollm2": Job(config=SUMS, settings={"threads": CORES}, steps=(2, 6), points=1, micro_batch=8, aim=2.0),
+    "smollm2": Job(config=SUMS, settings={"threads": CORES}, steps=(1, 6), points=1, micro_batch=8, aim=2.0),
 }
 
 

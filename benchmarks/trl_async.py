@@ -52,8 +52,9 @@ def _try(out: Path) -> dict[str, Any]:
     (out / "data.jsonl").write_text("\n".join(map(json.dumps, _rows(config, job.config.parent, 0))))
     (out / "settings.json").write_text(json.dumps(_for_trl(job, config, 0, [], out)))
     tick(0, 2, "starting `vllm serve`")
-    command = [str(Path(VLLM).parent / "vllm"), "serve", config.model.path, "--port", str(PORT), "--dtype", "float32"]
-    server = _begin([*command, "--enforce-eager", "--max-model-len", "1040"], out / "server.log")
+    command = [VLLM, "-m", "vllm.entrypoints.cli.main", "serve", config.model.path, "--port", str(PORT)]
+    options = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1040"]
+    server = _begin([*command, *options], out / "server.log")
     try:
         if not _serves(server):
             return {"not run": f"`vllm serve` did not come up: {_reason(out / 'server.log')}"}
