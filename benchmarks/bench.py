@@ -48,7 +48,7 @@ class Part:
 
     def limit(self, *, quick: bool) -> float:
         """Seconds after which it is given up."""
-        return 120 + 4 * self.seconds[not quick]
+        return 300 + 6 * self.seconds[not quick]
 
 
 PARTS = (
@@ -89,6 +89,7 @@ def main() -> None:
     for peer in ("trl", "vllm", "llama"):
         if getattr(given, peer):
             os.environ[f"{peer.upper()}_PYTHON"] = str(getattr(given, peer).absolute())
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the part under way is ended too
     chosen = [part for part in PARTS if not given.only or part.name in given.only.split(",")]
     run(chosen, quick=given.quick, everything=not given.only)
 

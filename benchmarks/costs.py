@@ -300,14 +300,14 @@ def _supervisor() -> tuple[float, float, dict[str, float]]:
 def _scoring(events: Path) -> float:
     """Median seconds from the end of a response to its reward."""
     ended: dict[int, int] = {}
-    took = []
+    took: list[float] = []
     for line in events.read_text().splitlines():
         one = json.loads(line)
         event = one["event"]
         if event["event"] == "Generated":
             ended[event["trajectory"]] = one["at"]
         elif event["event"] == "Scored":
-            took.append((one["at"] - ended[event["trajectory"]]) / 1e9)
+            took.append(float(one["at"] - ended[event["trajectory"]]) / 1e9)
     return statistics.median(took)
 
 

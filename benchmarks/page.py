@@ -36,9 +36,7 @@ def write() -> None:
     outcomes = {one["name"]: one for one in bench["parts"]}
     parts = [_head(bench, outcomes)]
     for name, title in TITLES.items():
-        outcome = outcomes.get(name)
-        if outcome is None:
-            continue
+        outcome = outcomes.get(name, {"status": "not run", "reason": "it was not asked for"})
         body = f"Not measured in this run: {outcome['reason']}."
         if outcome["status"] in ("ok", "kept"):
             content = json.loads((RESULTS / f"{name}.json").read_text())
