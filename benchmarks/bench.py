@@ -99,6 +99,7 @@ def run(parts: list[Part], *, quick: bool, everything: bool) -> None:
     RESULTS.mkdir(exist_ok=True)
     known = {} if everything else _known()
     about = describe() | {"quick": quick, "started": _now(), "load at the start": os.getloadavg()[0]}
+    about["only"] = [] if everything else [part.name for part in parts]
     outcomes = {name: Outcome(**one) for name, one in known.items()}
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"))
     with Progress(*columns, console=console) as bars:

@@ -50,12 +50,13 @@ def write() -> None:
 def _head(bench: Content, outcomes: dict[str, Content]) -> str:
     kind = "quick" if bench["quick"] else "full"
     command = "make bench-quick" if bench["quick"] else "make bench"
+    only = f" (of its parts only: {', '.join(bench['only'])})" if bench["only"] else ""
     packages = ", ".join(f"{name} {version}" for name, version in bench["packages"].items())
     rows = [
         "# Benchmarks",
         prose(f"""
-                Written by `{command}`, never by hand. **From a {kind} run** of {bench["started"]} at commit
-                {bench["commit"]}, {bench["seconds"] / 60:.0f} minutes; load of the machine when it began:
+                Written by `{command}`, never by hand. **From a {kind} run**{only} of {bench["started"]} at
+                commit {bench["commit"]}, {bench["seconds"] / 60:.0f} minutes; load of the machine when it began:
                 {bench["load at the start"]:.1f}.
             """),
         _loaded(bench),

@@ -228,7 +228,7 @@ def test_the_page_is_made_from_the_files_alone(results: Path) -> None:
     contents = sample_results()
     for name, content in contents.items():
         (results / f"{name}.json").write_text(json.dumps(content))
-    about = describe() | {"quick": False, "started": "2026-01-31 12:00 UTC", "load at the start": 0.1}
+    about = describe() | {"quick": False, "started": "2026-01-31 12:00 UTC", "load at the start": 0.1, "only": []}
     parts = [{"name": name, "status": "ok", "seconds": 1.0, "reason": ""} for name in contents]
     (results / "bench.json").write_text(json.dumps(about | {"seconds": 60.0, "parts": parts}))
     page.write()
