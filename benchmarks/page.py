@@ -150,9 +150,9 @@ def _training_plot(content: Content) -> None:
 def _tails(content: Content) -> str:
     parts = [
         prose(f"""
-                `dora-rl train` on the quickstart's task, {content["steps"]} steps of 8 groups of 4, three
-                instances, learning switched off, so that every mode generates the same responses to the same
-                prompts. The bound is what a step must take: computing alone and tokens at the engine's best rate,
+                `dora-rl train` on the quickstart's task, {content["steps"]} steps of {content["batch"]},
+                {content["instances"]} instances, learning switched off, so that every mode generates the same
+                responses to the same prompts. The bound is what a step must take: computing alone and tokens at the engine's best rate,
                 one after the other since they share the cores, or the longest trajectory's time over K + 1.
             """)
     ]

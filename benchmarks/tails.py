@@ -20,6 +20,7 @@ from benchmarks.progress import tick
 from benchmarks.report import RESULTS, Ratio, publish
 from benchmarks.run import JOBS, bound, peak_rate
 from benchmarks.running import Figures, finished, lengths, read
+from dora_rl.apps.train import read_config
 
 JOB = JOBS / "chains.toml"
 TAILS = ("light", "medium", "heavy")
@@ -104,7 +105,10 @@ def _figures(found: Found, peak: float, steps: int) -> dict[str, Any]:
             "repeats": [_with_bounds(cells, peak) for cells in repeats],
         }
     ratios = [{"name": ratio.name, "values": ratio.values, "aim": None} for ratio in _ratios(found)]
-    return {"steps": steps, "cores": os.cpu_count(), "peak tokens/s of a core": peak, "tails": cells, "ratios": ratios}
+    config = read_config(JOB, [])
+    batch = f"{config.control.groups_per_step} groups of {config.control.group_size}"
+    about: dict[str, Any] = {"steps": steps, "batch": batch, "instances": config.rollout.instances}
+    return about | {"cores": os.cpu_count(), "peak tokens/s of a core": peak, "tails": cells, "ratios": ratios}
 
 
 def _with_bounds(cells: dict[str, Figures], peak: float) -> dict[str, Any]:

@@ -198,7 +198,7 @@ def sample_results() -> dict[str, Any]:
     tail = {"median": 44.0, "p99": 571, "mean": 80.0, "repeats": [{"sync": cell}]}
     return {
         "training": {"jobs": {"heavy": job}, "ratios": ratios},
-        "tails": {"steps": 3, "tails": {"heavy": tail}, "ratios": []},
+        "tails": {"steps": 3, "batch": "8 groups of 4", "instances": 3, "tails": {"heavy": tail}, "ratios": []},
         "reality": {
             "cells": [found],
             "costs": {"apply": 1e-3},
