@@ -152,8 +152,9 @@ def _tails(content: Content) -> str:
         prose(f"""
                 `dora-rl train` on the quickstart's task, {content["steps"]} steps of {content["batch"]},
                 {content["instances"]} instances, learning switched off, so that every mode generates the same
-                responses to the same prompts. The bound is what a step must take: computing alone and tokens at the engine's best rate,
-                one after the other since they share the cores, or the longest trajectory's time over K + 1.
+                responses to the same prompts. The bound is what a step must take: computing alone and tokens at
+                the engine's best rate, one after the other since they share the cores, or the longest
+                trajectory's time over K + 1.
             """)
     ]
     groups: dict[str, dict[str, tuple[float, float, float]]] = {}
