@@ -36,7 +36,7 @@ MODESTY = 5
 _WEIGHT = 1.25**-MODESTY
 """Of an instance, if the trainer's is 1."""
 _ROUNDS = 8
-_NEVER = dict.fromkeys(("load", "move", "score", "tool", "heartbeat", "train", "stall"), 1e7)
+_NEVER = dict.fromkeys(("load", "move", "score", "tool", "heartbeat", "progress", "train", "stall"), 1e7)
 """Nothing fails here."""
 
 
@@ -164,7 +164,8 @@ class SharedCores(Meter):
         for _ in range(_ROUNDS):  # what the supervisor takes depends on what it leaves
             left = self._cores - min(1.0, said * each)
             if training:
-                trainer = min(threads.trainer, left / (1 + _WEIGHT * len(working)))
+                weighed = left / (1 + _WEIGHT * len(working))
+                trainer = min(threads.trainer, max(weighed, left - threads.instance * len(working)))
             each = min(threads.instance, (left - trainer) / max(1, len(working)))
         return (
             self._worth(threads.trainer, self._measured.train_speed) * trainer / threads.trainer,

@@ -52,9 +52,10 @@ def predicted(tmp_path: Path, cores: int, staleness: int = 2) -> float:
 
 
 def test_processes_that_share_cores_are_slower_and_enough_cores_change_nothing(tmp_path: Path) -> None:
-    two, four, forty = (predicted(tmp_path, cores) for cores in (2, 4, 40))
-    assert two < 0.8 * four
-    assert forty == pytest.approx(four)
+    # Three instances, the trainer and the supervisor.
+    two, five, forty = (predicted(tmp_path, cores) for cores in (2, 5, 40))
+    assert two < 0.8 * five
+    assert forty == pytest.approx(five)
 
 
 def test_instances_are_as_nice_as_in_a_run() -> None:
