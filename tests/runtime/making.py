@@ -123,6 +123,7 @@ def settings(base: Path, mode: str = "dora", **control: Any) -> dict[str, Any]:
                 "host_bytes": 1 << 22,
                 "max_context": 80,
                 "stream_every": 4,
+                "stretch": 1,  # requests that last longer are moved more often
             },
         },
         "trainer": {"optimiser": {"learning_rate": 1e-3}},
