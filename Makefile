@@ -43,8 +43,8 @@ chaos-ray: setup ## run RUNS whole runs (default 10) on a three-node Ray cluster
 fuzz: setup      ## feed INPUTS damaged inputs (default 20000) to everything that parses
 	$(BIN)/python -m tests.fuzz --inputs $(or $(INPUTS),20000)
 
-soak-run: setup  ## a run at full load for MINUTES (default 60) with a fault every minute: memory, descriptors, leftovers
-	$(BIN)/python -m benchmarks.soak_run --minutes $(or $(MINUTES),60)
+soak-run: setup  ## a run at full load for MINUTES (default 60) with a fault every minute, then QUIET (10) without: memory, leftovers
+	$(BIN)/python -m benchmarks.soak_run --minutes $(or $(MINUTES),60) --quiet $(or $(QUIET),10)
 
 bench-control: setup  ## cost of an orchestrator event at 64 and at 4,096 instances, and the simulator's speed
 	$(BIN)/python -m benchmarks.control

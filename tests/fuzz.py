@@ -34,8 +34,9 @@ from dora_rl.engine.kv import KvShape
 from dora_rl.engine.requests import Request
 from dora_rl.envs.data import Problem
 from dora_rl.ledger.audit import audit
-from dora_rl.ledger.ledger import Ledger, LedgerError, SaidRow
+from dora_rl.ledger.ledger import Ledger, LedgerError
 from dora_rl.ledger.witness import Terms
+from dora_rl.ledger.writing import SaidRow
 from dora_rl.runtime import messages as m
 from dora_rl.runtime.channel import Channel, ChannelError
 from dora_rl.runtime.config import RunConfig
@@ -219,8 +220,7 @@ def ledger(folder: Path, data: bytes) -> None:
     except (LedgerError, IntegrityError):
         return
     try:
-        log = list(opened.events())
-        opened.compare(log)
+        opened.compare()
         for trajectory in range(4):
             opened.trajectory(trajectory)
     except DoraError:

@@ -8,7 +8,7 @@ from dora_rl.control.config import ControlConfig, Deadlines, ModeName
 from dora_rl.sim.chaos import ChaosPlan, ChaosWorld
 
 # Short against the schedule's time, so that deadlines pass while things are merely slow.
-DEADLINES = Deadlines(load=20, move=20, score=20, tool=40, heartbeat=15, train=30, stall=10)
+DEADLINES = Deadlines(load=20, move=20, score=20, tool=40, heartbeat=15, progress=15, train=30, stall=10)
 MODES: tuple[ModeName, ...] = ("dora", "dora", "dora", "dora", "dora", "sync", "one_step_off", "partial")
 
 

@@ -52,6 +52,9 @@ def unhurried(prompts, completions, **_):
         time.sleep(0.2)
     return reward(prompts, completions)
 
+def raises_always(prompts, completions, **_):
+    raise ValueError("never again")
+
 def huge(prompts, completions, **_):
     return [3e38 if len(text) % 2 else -3e38 for text in completions]
 '''
@@ -100,7 +103,15 @@ def settings(base: Path, mode: str = "dora", **control: Any) -> dict[str, Any]:
             "group_size": 2,
             "steps": 4,
             "max_response_tokens": 48,
-            "deadlines": {"load": 20.0, "move": 5.0, "score": 30.0, "heartbeat": 5.0, "train": 20.0, "stall": 600.0},
+            "deadlines": {
+                "load": 20.0,
+                "move": 5.0,
+                "score": 30.0,
+                "heartbeat": 5.0,
+                "progress": 20.0,
+                "train": 20.0,
+                "stall": 600.0,
+            },
             **control,
         },
         "rollout": {

@@ -14,9 +14,10 @@ import pytest
 from dora_rl.apps.audit import audited, verdict
 from dora_rl.ledger.audit import audit
 from dora_rl.ledger.derive import derive
-from dora_rl.ledger.ledger import chain, read_events
+from dora_rl.ledger.ledger import read_events
 from dora_rl.ledger.schema import TABLES
 from dora_rl.ledger.witness import Terms
+from dora_rl.ledger.writing import chain
 from dora_rl.runtime.folder import RunFolder
 from tests.fuzz import sound_ledger
 from tests.runtime.host import Host

@@ -99,6 +99,26 @@ def test_stopped_evaluator_is_replaced(host: Host, base: Path) -> None:
     assert [line["evaluation"] for line in lines(run.folder.metrics) if "evaluation" in line][-3:] == [2, 4, 5]
 
 
+def test_pending_evaluations_are_asked_again_after_a_restart(host: Host, base: Path) -> None:
+    """All four wait for an evaluator that is stopped, also when all steps are done, and the supervisor is killed."""
+    control = {"deadlines": {"heartbeat": 600.0}}
+    run = begin(host, base, "evaluations", {"control": control, "data": {"held_out": 4}, "evaluation": {"every": 2}})
+    while "evaluator" not in run.pids():
+        assert run.alive()
+        time.sleep(0.001)
+    assert run.signal(signal.SIGSTOP, "evaluator")
+    end = time.monotonic() + 240
+    while not run.folder.metrics.exists() or STEPS - 1 not in [one.get("step") for one in lines(run.folder.metrics)]:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert run.signal(signal.SIGKILL)
+    assert "code" not in run.wait()
+    run = resume(host, run)
+    finish(run)
+    found = [one["evaluation"] for one in lines(run.folder.metrics) if "evaluation" in one]
+    assert sorted(found) == [0, 2, 4, 5]
+
+
 def test_stopped_supervisor_goes_on(host: Host, base: Path) -> None:
     run = begin(host, base, "stop-supervisor", {"control": {"deadlines": {"heartbeat": 1.0}}})
     assert strike(run, None, random.Random(1), signal.SIGSTOP)

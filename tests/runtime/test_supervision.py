@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import tomli_w
 
+from dora_rl.apps.audit import audited
 from dora_rl.core.config import build
 from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.folder import RunFolder
@@ -70,17 +72,39 @@ def test_nobody_left_ends_the_run_with_what_to_do(host: Host, base: Path, place:
     assert broken(again, again.wait(), 8) == []
 
 
-def test_trainer_that_fails_again_and_again_names_the_cause(host: Host, base: Path) -> None:
-    other = {
-        "reward": {"functions": ["task.py:huge"]},
-        "trainer": {"algorithm": {"name": "rloo"}},
-        "supervision": {"restarts": 2},
-    }
+def test_a_step_that_is_not_finite_ends_the_run_at_once(host: Host, base: Path) -> None:
+    other = {"reward": {"functions": ["task.py:huge"]}, "trainer": {"algorithm": {"name": "rloo"}}}
     run = begin(host, base, "not-finite", other)
+    for _ in range(2):  # also after it is resumed: the same groups give the same step
+        outcome = run.wait()
+        assert outcome["code"] == 1
+        assert re.match(r"step 0: the \w+ is not finite; trajectories at fault: ", outcome["error"])
+        assert "checkpoint before it is kept" in outcome["error"]
+        assert not any("is lost" in notice for notice in outcome["notices"]), "starting again does not mend it"
+        assert leftovers(run, outcome) == []
+        assert audited(run.folder).problems == []
+        run = host.start(run.folder)
+    run.wait()
+
+
+def test_a_policy_that_has_overflowed_ends_the_run(host: Host, base: Path) -> None:
+    other = {"trainer": {"optimiser": {"learning_rate": 1e30}}, "control": {"steps": 200}}
+    run = begin(host, base, "overflowed", other)
     outcome = run.wait()
     assert outcome["code"] == 1
-    assert "NonFiniteError" in outcome["error"]
-    assert "trajectories at fault" in outcome["error"]
+    assert re.match(r"step \d+(: the \w+ is not finite| finds nothing to train: )", outcome["error"])
+    assert "trajectories" in outcome["error"]
+    assert leftovers(run, outcome) == []
+    assert audited(run.folder).problems == []
+
+
+def test_a_reward_that_always_fails_ends_the_run(host: Host, base: Path) -> None:
+    run = begin(host, base, "always-fails", {"reward": {"functions": ["task.py:raises_always"]}})
+    outcome = run.wait()
+    assert outcome["code"] == 1
+    assert "step 0 finds nothing to train: 17 groups failed in a row" in outcome["error"]
+    assert "never again" in outcome["error"]
+    assert audited(run.folder).problems == []
 
 
 def test_reward_that_always_kills_its_process_ends_the_run(host: Host, base: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -178,3 +179,21 @@ def test_loading_maps_the_file_and_copies_nothing(tmp_path: Path) -> None:
         assert _kilobytes(store.path(0), "Rss") >= 16 << 10
         assert _kilobytes(store.path(0), "Anonymous") == 0, "pages were copied"
         assert found.data_ptr() % 64 == 0
+
+
+def test_what_is_loaded_again_and_again_takes_no_memory(tmp_path: Path) -> None:
+    many = {f"layer.{number}": torch.full((3,), float(number)) for number in range(500)}
+    store = WeightStore(tmp_path, keep=1)
+    store.publish(0, [spec(name, tensor) for name, tensor in many.items()], many.values())
+
+    def load(times: int) -> int:
+        """Kilobytes of anonymous memory afterwards."""
+        for _ in range(times):
+            with store.lease(0) as lease:
+                assert len(lease.tensors()) == 500
+        found = re.search(r"Anonymous: +(\d+)", Path("/proc/self/smaps_rollup").read_text())
+        assert found is not None
+        return int(found[1])
+
+    before = load(20)
+    assert load(60) - before < 500, "some dozens of bytes for each tensor that is ever loaded are a leak"

@@ -25,8 +25,10 @@ class Deadlines(Config):
     """A reward that has not come by then is a `failed` verdict for its trajectory."""
     tool: float = Field(3600.0, gt=0)
     """An environment that has not answered by then is a `failed` verdict for its trajectory."""
-    heartbeat: float = Field(60.0, gt=0)
-    """An instance that has not been heard of for so long counts as lost."""
+    heartbeat: float = Field(10.0, gt=0)
+    """An instance that has given no sign of life for so long counts as lost, however much it has to do."""
+    progress: float = Field(600.0, gt=0)
+    """An instance that lives, but has not said how far its requests are for so long, counts as lost too: it hangs."""
     train: float = Field(7200.0, gt=0)
     """A trainer that has not finished, or not published, a step by then is restarted."""
     stall: float = Field(600.0, gt=0)

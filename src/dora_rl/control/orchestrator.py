@@ -232,7 +232,7 @@ class Orchestrator:
         instance = self._context.fleet.join(spec, self._context.now)
         instance.paused = spec.shares_trainer and self._training.stage is TrainerStage.TRAINING
         self._partition.joined(spec)
-        self._await_heartbeat(instance)
+        self._await_progress(instance)
         for slot in instance.slots:
             self._rollout.touch(slot)
         self._rebalance = True
@@ -287,9 +287,9 @@ class Orchestrator:
             self._partition.relieve(instance)
         return False
 
-    def _await_heartbeat(self, instance: Instance) -> None:
-        due = instance.heard + round(self.config.deadlines.heartbeat * SECOND)
-        self._context.timers.set(due, Wait.HEARTBEAT, instance)
+    def _await_progress(self, instance: Instance) -> None:
+        due = instance.heard + round(self.config.deadlines.progress * SECOND)
+        self._context.timers.set(due, Wait.PROGRESS, instance)
 
     # -- prompts and trainer ----------------------------------------------------------------------------------
 
@@ -357,8 +357,8 @@ class Orchestrator:
                 slot = self._context.fleet.slot(slot_id)
                 if slot is not None and self._partition.load_overdue(slot_id, since):
                     self._evict(slot.instance, f"loading version {slot.loading} took longer than deadlines.load")
-            case Wait.HEARTBEAT:
-                self._heartbeat_due(key[0])
+            case Wait.PROGRESS:
+                self._progress_due(key[0])
             case Wait.TRAIN:
                 self._training.overdue(*key)
                 if self._training.stage is TrainerStage.ABSENT:
@@ -369,13 +369,13 @@ class Orchestrator:
             case Wait.STALL:
                 self._watch()
 
-    def _heartbeat_due(self, instance: Instance) -> None:
+    def _progress_due(self, instance: Instance) -> None:
         if instance.lost:
             return
-        if self._context.now - instance.heard >= self.config.deadlines.heartbeat * SECOND:
-            self._evict(instance, "no sign of life for longer than deadlines.heartbeat")
+        if self._context.now - instance.heard >= self.config.deadlines.progress * SECOND:
+            self._evict(instance, "no word of its requests for longer than deadlines.progress")
         else:
-            self._await_heartbeat(instance)
+            self._await_progress(instance)
 
     def _watch(self) -> None:
         """Should nothing move, say who waits for what."""

@@ -16,7 +16,7 @@ class Wait(Enum):
     MOVE = auto()
     SCORE = auto()
     TOOL = auto()
-    HEARTBEAT = auto()
+    PROGRESS = auto()
     TRAIN = auto()
     REBALANCE = auto()
     STALL = auto()

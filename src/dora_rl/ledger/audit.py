@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -86,7 +86,7 @@ def _read_log(connection: sqlite3.Connection, witness: Witness, found: Audit) ->
         found.problems.append(str(error))
 
 
-def compare_tables(connection: sqlite3.Connection, log: list[Logged], group_size: int) -> Iterator[str]:
+def compare_tables(connection: sqlite3.Connection, log: Iterable[Logged], group_size: int) -> Iterator[str]:
     """Where a table is not what the log says."""
     ours = sqlite3.connect(":memory:")
     ours.executescript(TABLES)

@@ -11,16 +11,23 @@ from dora_rl.core.nouns import Nanoseconds
 
 Statement: TypeAlias = tuple[str, tuple[Any, ...]]
 
-_GENERATED = """
+GENERATED = """
 UPDATE trajectories SET instance = ?, version = ?, fingerprint = ?, tokens = ?
 WHERE id = ? AND attempt = ? AND tokens IS NULL AND failed IS NULL
 """
 _ARRIVED = """
 UPDATE moves SET ended_at = ?, arrived = ? WHERE trajectory = ? AND attempt = ? AND target = ? AND ended_at IS NULL
 """
-_TRAINED = """
-SELECT trajectories.id FROM trajectories JOIN groups ON groups.id = trajectories."group" WHERE groups.step < ?
-"""
+_PROMPT = "INSERT INTO prompts (key, number, tokens) SELECT ?, coalesce(max(number) + 1, 0), ? FROM prompts"
+_GROUP = "INSERT INTO groups (id, prompt, version, admitted_at) VALUES (?, ?, ?, ?)"
+_TRAJECTORY = 'INSERT INTO trajectories (id, "group", instance) VALUES (?, ?, ?)'
+SCORED = "UPDATE trajectories SET reward = ? WHERE id = ? AND reward IS NULL AND failed IS NULL"
+_RESUMED = "UPDATE trajectories SET attempt = ?, instance = ? WHERE id = ?"
+_FAILED = "UPDATE trajectories SET failed = ? WHERE id = ?"
+BARRIERS = (_RESUMED, _FAILED)
+"""What changes which reports of trajectories count; only these depend on the order of `GENERATED` and `SCORED`."""
+INSERTS = (_PROMPT, _GROUP, _TRAJECTORY)
+"""New rows that others refer to, in the order of who refers to whom."""
 
 
 def derive(event: e.Event, commands: list[c.Command], at: Nanoseconds, group_size: int) -> Iterator[Statement]:
@@ -28,21 +35,15 @@ def derive(event: e.Event, commands: list[c.Command], at: Nanoseconds, group_siz
     match event:
         case e.PromptsArrived(prompts=prompts):
             for prompt in prompts:
-                yield (
-                    "INSERT INTO prompts (key, number, tokens) SELECT ?, count(*), ? FROM prompts",
-                    (prompt.key, prompt.tokens),
-                )
+                yield (_PROMPT, (prompt.key, prompt.tokens))
         case e.Generated():
             # A late report of a former attempt changes nothing: only the attempt that counts is written.
             yield (
-                _GENERATED,
+                GENERATED,
                 (event.instance, event.version, event.fingerprint, event.tokens, event.trajectory, event.attempt),
             )
         case e.Scored():
-            yield (
-                "UPDATE trajectories SET reward = ? WHERE id = ? AND reward IS NULL AND failed IS NULL",
-                (event.reward, event.trajectory),
-            )
+            yield (SCORED, (event.reward, event.trajectory))
         case e.Moved() | e.MoveFailed():
             for trajectory, attempt in zip(event.trajectories, event.attempts, strict=True):
                 yield (
@@ -54,10 +55,6 @@ def derive(event: e.Event, commands: list[c.Command], at: Nanoseconds, group_siz
                 "UPDATE steps SET published_at = ?, fingerprint = ? WHERE step = ? AND published_at IS NULL",
                 (at, event.fingerprint, event.version - 1),
             )
-        case e.Checkpointed():
-            # No trainer will ask for what was trained before this version again.
-            yield (f"DELETE FROM said WHERE trajectory IN ({_TRAINED})", (event.version,))  # noqa: S608
-            yield (f"DELETE FROM ended WHERE trajectory IN ({_TRAINED})", (event.version,))  # noqa: S608
         case _:
             pass
     for command in commands:
@@ -67,20 +64,11 @@ def derive(event: e.Event, commands: list[c.Command], at: Nanoseconds, group_siz
 def _command(command: c.Command, at: Nanoseconds, group_size: int) -> Iterator[Statement]:
     match command:
         case c.StartGroup():
-            yield (
-                "INSERT INTO groups (id, prompt, version, admitted_at) VALUES (?, ?, ?, ?)",
-                (command.group, command.prompt.key, command.version, at),
-            )
+            yield (_GROUP, (command.group, command.prompt.key, command.version, at))
             for sibling in range(group_size):
-                yield (
-                    'INSERT INTO trajectories (id, "group", instance) VALUES (?, ?, ?)',
-                    (command.group * group_size + sibling, command.group, command.slot.instance),
-                )
+                yield (_TRAJECTORY, (command.group * group_size + sibling, command.group, command.slot.instance))
         case c.Resume():
-            yield (
-                "UPDATE trajectories SET attempt = ?, instance = ? WHERE id = ?",
-                (command.attempt, command.slot.instance, command.trajectory),
-            )
+            yield (_RESUMED, (command.attempt, command.slot.instance, command.trajectory))
         case c.Move():
             for trajectory, attempt in zip(command.trajectories, command.attempts, strict=True):
                 yield (
@@ -88,7 +76,7 @@ def _command(command: c.Command, at: Nanoseconds, group_size: int) -> Iterator[S
                     (trajectory, attempt, str(command.source), str(command.target), at),
                 )
         case c.FailTrajectory():
-            yield ("UPDATE trajectories SET failed = ? WHERE id = ?", (command.reason, command.trajectory))
+            yield (_FAILED, (command.reason, command.trajectory))
         case c.GroupFailed():
             yield ("UPDATE groups SET verdict = ? WHERE id = ?", ("; ".join(command.reasons), command.group))
         case c.Apply():

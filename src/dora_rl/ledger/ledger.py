@@ -13,7 +13,6 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import sqlite3
 import threading
 import time
@@ -27,8 +26,8 @@ from dora_rl.core.commands import AnyCommand, Command
 from dora_rl.core.errors import IntegrityError, UserError
 from dora_rl.core.events import AnyEvent, Event
 from dora_rl.core.nouns import Nanoseconds, TrajectoryId
-from dora_rl.ledger.derive import Statement, derive
 from dora_rl.ledger.schema import SCHEMA_VERSION, TABLES
+from dora_rl.ledger.writing import Batch, Line, SaidRow, Writer, chain, digest
 
 _EVENT = msgspec.json.Decoder(AnyEvent)
 _COMMANDS = msgspec.json.Decoder(list[AnyCommand])
@@ -44,9 +43,11 @@ _PASSING = {
 }
 """Errors that somebody can mend while the run waits."""
 _SECONDS = "INSERT INTO meta VALUES ('seconds', ?) ON CONFLICT DO UPDATE SET value = excluded.value"
-_GATHER = 0.1
+_GATHER = 0.25
 """Seconds for which writes are gathered: the most that a power loss can cost of what was said."""
 _RETRY = 1.0
+_WAL_PAGES = 4000
+"""Pages in the log of SQLite before they go to their places: a page that changes often goes there once in 16 MB."""
 
 
 class LedgerError(UserError):
@@ -60,20 +61,6 @@ class Logged(NamedTuple):
     at: Nanoseconds
     event: AnyEvent
     commands: list[AnyCommand]
-
-
-class SaidRow(NamedTuple):
-    """Some tokens of a trajectory."""
-
-    trajectory: TrajectoryId
-    start: int
-    version: int
-    tokens: bytes
-    logprobs: bytes
-    observed: int = 0
-    experts: bytes = b""
-    experts_layers: int = 0
-    experts_used: int = 0
 
 
 class Ledger:
@@ -108,8 +95,7 @@ class Ledger:
         self.failure = ""
         """Why nothing will be written any more."""
         self._before = spent(self._reader)
-        self._statements: list[Statement] = []
-        self._lines: list[bytes] = []
+        self._batch = Batch()
         self._lock = threading.Lock()
         self._work = threading.Event()
         self._urgent = threading.Event()
@@ -124,27 +110,25 @@ class Ledger:
         event_json, commands_json = _JSON.encode(event), _JSON.encode(commands)
         self._chain = chain(self._chain, number, at, event_json, commands_json)
         row = (number, at, event_json, commands_json, self._chain)
-        statements = [("INSERT INTO events VALUES (?, ?, ?, ?, ?)", row)]
-        statements += derive(event, commands, at, self._group_size)
-        line = b'{"seq":%d,"at":%d,"event":%s,"commands":%s}\n' % (number, at, event_json, commands_json)
-        self._put(statements, line, number)
+        with self._lock:
+            self.seq = number
+            self._batch.lines.append(Line(row, event, commands))
+        if not self._work.is_set():
+            self._work.set()
         self._handing += time.thread_time() - begin
         return number
 
     def said(self, rows: Sequence[SaidRow], ended: Sequence[tuple[TrajectoryId, str]]) -> None:
         """Write down what was said, never later than the events that follow from it."""
         begin = time.thread_time()
-        statements: list[Statement] = [
-            ("INSERT OR IGNORE INTO said VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", (*row, digest(row))) for row in rows
-        ]
-        statements += [("INSERT OR IGNORE INTO ended VALUES (?, ?, ?)", (*row, digest(row))) for row in ended]
         with self._lock:
-            self._statements += statements
+            self._batch.said += rows
+            self._batch.ended += ended
         self._handing += time.thread_time() - begin
 
     @property
     def seconds(self) -> float:
-        """Of processor time spent on the ledger since it was opened: handing over and writing."""
+        """Of processor time spent on the ledger since it was opened: handing over, and all of the writer's thread."""
         return self._handing + self._writing
 
     def sync(self) -> None:
@@ -163,23 +147,19 @@ class Ledger:
         """The event log from its beginning, each line checked against the chain."""
         yield from read_events(self._reader)
 
-    def compare(self, log: list[Logged]) -> None:
-        """Refuse tables that are not what the log says: they would be written on."""
+    def compare(self) -> None:
+        """Refuse tables that are not what the log says: they would be written on.
+
+        The log is read once more rather than kept: what a long run has logged would never leave the memory again.
+        """
         from dora_rl.ledger.audit import compare_tables
 
-        for problem in compare_tables(self._reader, log, self._group_size):
+        for problem in compare_tables(self._reader, self.events(), self._group_size):
             raise IntegrityError(f"{self._path} is damaged: {problem}; put back a copy of it")
 
     def trajectory(self, trajectory: TrajectoryId) -> tuple[list[SaidRow], str | None]:
         """What a trajectory said and why it ended, as far as written; `IntegrityError` if that was damaged."""
         return read_said(self._reader, trajectory)
-
-    def _put(self, statements: list[Statement], line: bytes, number: int) -> None:
-        with self._lock:
-            self.seq = number
-            self._statements += statements
-            self._lines.append(line)
-        self._work.set()
 
     def _copy(self, mirror: Path) -> None:
         """Make the event log for people what the ledger says: a crash may have left it behind, or ahead."""
@@ -199,6 +179,7 @@ class Ledger:
             self._woken()
 
     def _serve(self, connection: sqlite3.Connection) -> None:
+        writer = Writer(connection, self._group_size)
         while True:
             self._work.wait()
             if not self._closing:
@@ -206,31 +187,30 @@ class Ledger:
             self._work.clear()
             self._urgent.clear()
             with self._lock:
-                batch, self._statements = self._statements, []
-                lines, self._lines = self._lines, []
+                batch, self._batch = self._batch, Batch()
                 upto = self.seq
-            if self._commit(connection, batch):
+            if self._commit(connection, writer, batch):
+                writer.written(batch)
                 self.durable = upto
                 self._woken()
-                self._show(lines)
-            if self._closing and not self._statements:
+                self._show(batch.lines)
+            self._writing = time.thread_time()
+            if self._closing and self._batch == Batch():
                 connection.close()
                 return
 
-    def _show(self, lines: list[bytes]) -> None:
+    def _show(self, lines: list[Line]) -> None:
         """The log for people is made anew whenever the ledger is opened, so it may lack what there is no room for."""
-        if self._mirror is not None:
+        if self._mirror is not None and lines:
             with contextlib.suppress(OSError), self._mirror.open("ab") as file:
-                file.writelines(lines)
+                file.write(b"".join([line.text() for line in lines]))
 
-    def _commit(self, connection: sqlite3.Connection, batch: list[Statement]) -> bool:
+    def _commit(self, connection: sqlite3.Connection, writer: Writer, batch: Batch) -> bool:
         """Write a batch, however long it takes; False if the end of the run came first."""
         while True:
-            begin = time.thread_time()
             try:
                 with connection:
-                    for statement, values in batch:
-                        connection.execute(statement, values)
+                    writer.write(batch)
                     connection.execute(_SECONDS, (f"{self._before + self.seconds:.3f}",))
                 self.trouble = ""
                 return True
@@ -242,8 +222,6 @@ class Ledger:
                 if self._closing:
                     return False
                 time.sleep(_RETRY)
-            finally:
-                self._writing += time.thread_time() - begin
 
 
 def connect(path: Path, *, create: bool = False) -> sqlite3.Connection:
@@ -255,6 +233,7 @@ def connect(path: Path, *, create: bool = False) -> sqlite3.Connection:
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA foreign_keys = ON")
+        connection.execute(f"PRAGMA wal_autocheckpoint = {_WAL_PAGES}")
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         if version == 0 and create:
             connection.executescript(f"BEGIN; {TABLES} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
@@ -311,25 +290,6 @@ def spent(connection: sqlite3.Connection) -> float:
     """Seconds that the ledger has cost so far."""
     found = connection.execute("SELECT value FROM meta WHERE key = 'seconds'").fetchone()
     return float(found[0]) if found else 0.0
-
-
-def digest(row: Sequence[Any]) -> bytes:
-    """Of a row that nothing else vouches for."""
-    digest = hashlib.blake2b(digest_size=8)
-    for value in row:
-        part = value if isinstance(value, bytes) else str(value).encode()
-        digest.update(b"%d " % len(part))
-        digest.update(part)
-    return digest.digest()
-
-
-def chain(before: bytes, seq: int, at: int, event: bytes, commands: bytes) -> bytes:
-    """The digest of a line and all before it."""
-    digest = hashlib.blake2b(before, digest_size=16)
-    digest.update(f"{seq} {at} {len(event)} ".encode())
-    digest.update(event)
-    digest.update(commands)
-    return digest.digest()
 
 
 def _tail(connection: sqlite3.Connection) -> tuple[int, bytes]:

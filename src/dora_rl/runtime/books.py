@@ -10,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import cast
@@ -20,7 +21,8 @@ from dora_rl.core.errors import IntegrityError, UserError
 from dora_rl.core.nouns import Attempt, GroupId, Prompt, StepId, TrajectoryId, Version
 from dora_rl.core.trajectory import StopReason
 from dora_rl.envs.data import Dataset, Problem
-from dora_rl.ledger.ledger import Ledger, SaidRow
+from dora_rl.ledger.ledger import Ledger
+from dora_rl.ledger.writing import SaidRow
 from dora_rl.runtime import messages as m
 
 Encode = Callable[[Problem], tuple[int, ...]]
@@ -119,8 +121,14 @@ class Books:
         self._numbers: dict[str, int] = {}
         self.groups: dict[GroupId, GroupBook] = {}
         self.fingerprints: dict[Version, str] = {}
+        """Of all versions that a trajectory of these groups can have been served by."""
         self.failed: dict[str, int] = {}
         """Verdicts by reason."""
+        self.live_versions = 0
+        """The most versions that had running requests at once, between the last two versions that were published."""
+        self._running: Counter[Version] = Counter()
+        """Trajectories that generate, by the version of their group."""
+        self._most_live = 0
 
     # -- prompts ----------------------------------------------------------------------------------------------
 
@@ -146,6 +154,7 @@ class Books:
             case e.Generated(trajectory=trajectory, attempt=attempt, tokens=tokens):
                 book = self.find(trajectory)
                 if book is not None and book.attempt == attempt:
+                    self._stopped(trajectory, book)
                     book.generated = tokens
             case e.Scored(trajectory=trajectory, reward=reward):
                 book = self.find(trajectory)
@@ -153,9 +162,13 @@ class Books:
                     book.reward = reward
             case e.Published(version=version, fingerprint=fingerprint):
                 self.fingerprints.setdefault(version, fingerprint)
+                self.live_versions, self._most_live = self._most_live, len(self._running)
             case e.Checkpointed(version=version):
                 for group in [g for g, book in self.groups.items() if book.step is not None and book.step < version]:
                     del self.groups[group]
+                oldest = min((book.version for book in self.groups.values()), default=version)
+                for past in [one for one in self.fingerprints if one < min(oldest, version)]:
+                    del self.fingerprints[past]
             case _:
                 pass
         for command in commands:
@@ -168,7 +181,9 @@ class Books:
             case c.Resume(trajectory=trajectory, attempt=attempt):
                 self.trajectory(trajectory).attempt = attempt
             case c.FailTrajectory(trajectory=trajectory, reason=reason):
-                self.trajectory(trajectory).failed = True
+                book = self.trajectory(trajectory)
+                self._stopped(trajectory, book)
+                book.failed = True
                 self.failed[reason] = self.failed.get(reason, 0) + 1
             case c.GroupFailed(group=group):
                 del self.groups[group]
@@ -191,6 +206,16 @@ class Books:
             version=command.version,
             trajectories={first + sibling: TrajectoryBook() for sibling in range(self._group_size)},
         )
+        self._running[command.version] += self._group_size
+        self._most_live = max(self._most_live, len(self._running))
+
+    def _stopped(self, trajectory: TrajectoryId, book: TrajectoryBook) -> None:
+        """It generates no more, if it did."""
+        if book.generated is None and not book.failed:
+            version = self.group_of(trajectory).version
+            self._running[version] -= 1
+            if not self._running[version]:
+                del self._running[version]
 
     def take(self, said: m.Said) -> SaidRow | None:
         """Tokens that continue a trajectory; None if they are of a former attempt. A gap is an `IntegrityError`."""

@@ -5,6 +5,7 @@
 Invariants:
 - frames are numbered from 0: one that comes twice is ignored, one that is missing closes the channel with a typed
   error, so what is received is what was sent, in order and up to a point;
+- any thread may send; one thread receives;
 - sending never blocks: what the other side does not take yet waits here, so a stopped process can't stop its peer;
 - a frame that is too large or can't be decoded closes the channel with a typed error: nothing is guessed;
 - messages are plain data; reading one executes nothing.
@@ -16,6 +17,8 @@ import contextlib
 import select
 import socket
 import struct
+import threading
+import time
 from collections import deque
 from typing import Generic, TypeVar
 
@@ -46,6 +49,9 @@ class Channel(Generic[M]):
         self._in = bytearray()
         self._out: deque[memoryview] = deque()
         self._sent = self._received = 0
+        self._sending = threading.RLock()
+        self.spoke = time.monotonic()
+        """When something was last sent."""
         self._deaf = False
         """The other side takes nothing any more; what it said before may still be on its way."""
         self.closed = False
@@ -64,26 +70,29 @@ class Channel(Generic[M]):
         body = self._encoder.encode(message)
         if len(body) > LARGEST:
             raise ChannelError(f"a {type(message).__name__} of {len(body):,} bytes is too large for a channel")
-        if not self.closed and not self._deaf:
-            self._out.append(memoryview(_HEAD.pack(len(body), self._sent) + body))
-            self._sent = (self._sent + 1) % _NUMBERS
-            self.flush()
+        with self._sending:
+            if not self.closed and not self._deaf:
+                self.spoke = time.monotonic()
+                self._out.append(memoryview(_HEAD.pack(len(body), self._sent) + body))
+                self._sent = (self._sent + 1) % _NUMBERS
+                self.flush()
 
     def flush(self) -> None:
         """Hand over as much as the other side takes now."""
-        while self._out:
-            try:
-                sent = self._link.send(self._out[0])
-            except BlockingIOError:
-                return
-            except OSError:
-                self._deaf = True
-                self._out.clear()
-                return
-            if sent == len(self._out[0]):
-                self._out.popleft()
-            else:
-                self._out[0] = self._out[0][sent:]
+        with self._sending:
+            while self._out:
+                try:
+                    sent = self._link.send(self._out[0])
+                except BlockingIOError:
+                    return
+                except OSError:
+                    self._deaf = True
+                    self._out.clear()
+                    return
+                if sent == len(self._out[0]):
+                    self._out.popleft()
+                else:
+                    self._out[0] = self._out[0][sent:]
 
     def receive(self) -> list[M]:
         """All messages that have arrived."""

@@ -13,7 +13,7 @@ import traceback
 
 import msgspec
 
-from dora_rl.core.errors import UserError
+from dora_rl.core.errors import NonFiniteError, UserError
 from dora_rl.core.nouns import Nanoseconds
 from dora_rl.runtime.carriage import Carriage, LocalCarriage
 from dora_rl.runtime.channel import Channel
@@ -44,6 +44,8 @@ def play(link: socket.socket, carriage: Carriage, ahead: Nanoseconds = 0) -> Non
             _play(here, channel, rest, carriage)
         except UserError as error:
             channel.send(Died(reason=str(error), by_user=True))
+        except NonFiniteError as error:
+            channel.send(Died(reason=str(error), final=True))
         except Exception as error:
             traceback.print_exc()
             channel.send(Died(reason=f"{type(error).__name__}: {error}"))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from dora_rl.control.config import ControlConfig
 from dora_rl.core.config import Config
@@ -31,15 +31,25 @@ class SamplingConfig(Config):
     """Strings that end a response, besides the model's own end of text."""
 
 
+_ENGINE: dict[str, Any] = {"kv_bytes": 256 << 20, "host_bytes": 256 << 20}
+"""A run has several engines on one machine, so each takes less than one alone would."""
+
+
 class RolloutConfig(Config):
     """The rollout instances."""
 
     instances: int = Field(2, ge=1)
     """Processes with an engine each."""
-    engine: EngineConfig = EngineConfig(max_requests=64, kv_bytes=256 << 20, host_bytes=256 << 20, slots=1)
+    engine: EngineConfig = EngineConfig(**_ENGINE)
     """Each of them."""
     heartbeat_seconds: float = Field(0.5, gt=0)
     """How often an instance says how far it is."""
+
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _keep_defaults(cls, given: Any) -> Any:
+        """One key that is set does not change the others."""
+        return {**_ENGINE, **given} if isinstance(given, dict) else given
 
 
 class EvaluationConfig(Config):

@@ -7,10 +7,12 @@ Invariants:
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dora_rl.core import commands as c
@@ -32,6 +34,14 @@ _FIRST = 1 << 48
 def first_trajectory(version: Version, count: int) -> TrajectoryId:
     """The evaluation of a version has `count` trajectories from here on, no other one's."""
     return _FIRST + version * count
+
+
+def evaluated(metrics: Path) -> set[Version]:
+    """Versions whose evaluation is over, from what a run has written down."""
+    if not metrics.exists():
+        return set()
+    records = [json.loads(line) for line in metrics.read_bytes().splitlines() if line.startswith(b'{"evaluation"')]
+    return {record["evaluation"] for record in records}
 
 
 class Evaluated:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from dora_rl.core import events as e
-from dora_rl.core.errors import IntegrityError, UserError
+from dora_rl.core.errors import IntegrityError, RunError, UserError
 from dora_rl.core.nouns import Version
 from dora_rl.runtime import messages as m
 from dora_rl.runtime.doing import Doing
@@ -34,6 +34,11 @@ class Hearing:
         if isinstance(message, m.Died):
             if message.by_user:
                 raise UserError(message.reason)
+            if message.final:
+                raise RunError(
+                    f"{message.reason}; the checkpoint before it is kept: begin a new run from that with a lower "
+                    "trainer.optimiser.learning_rate, or mend what made these trajectories and resume the run"
+                )
             process.said = message.reason
             parts.notice(f"{process.name}: {message.reason}")
         elif process.role == "judge":
@@ -78,6 +83,8 @@ class Hearing:
                 parts.recorder.spent(process.name, message)
             case m.Counted(figures=figures):
                 parts.recorder.counted[process.name] = figures
+            case m.Alive():
+                pass  # hearing it was all
             case _:
                 raise AssertionError(f"not from an instance: {message}")
 

@@ -30,6 +30,7 @@ from dora_rl.runtime import messages as m
 from dora_rl.runtime.carriage import Carriage
 from dora_rl.runtime.channel import Channel
 from dora_rl.runtime.folder import parse
+from dora_rl.runtime.heart import beat
 from dora_rl.runtime.source import StoreWeights
 
 _GATHER = 0.03
@@ -74,6 +75,7 @@ class Instance:
     def serve(self, messages: list[m.ToProcess]) -> None:
         """Until told to stop, or alone."""
         self._channel.send(m.Joined(spec=self._engine.spec(), kernels=self._engine.kernels))
+        beat(self._channel, self._heartbeat)
         while True:
             for message in messages:
                 if isinstance(message, m.Stop):

@@ -278,6 +278,10 @@ class Saved(Message, frozen=True, kw_only=True):
     path: str
 
 
+class Alive(Message, frozen=True, kw_only=True):
+    """A sign of life of an instance that has had nothing else to say for a while."""
+
+
 class Ready(Message, frozen=True, kw_only=True):
     """A judge can be asked; a rank of the trainer can be told where to meet."""
 
@@ -322,6 +326,8 @@ class Died(Message, frozen=True, kw_only=True):
     reason: str
     by_user: bool = False
     """A mistake in the configuration, that starting again does not mend."""
+    final: bool = False
+    """The same would happen to the next life."""
 
 
 ToProcess = Start | Do | Threads | Stop | Submit | Export | Import | Extend | End | Train | Meet | Save | Judge | Play
@@ -332,6 +338,7 @@ FromProcess = (
     | Imported
     | Spent
     | Counted
+    | Alive
     | Stepped
     | Meeting
     | Saved

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from dora_rl.core import events as e
 from dora_rl.core.accounting import Activity
 from dora_rl.core.labels import Because, Cause, Label
@@ -22,12 +20,11 @@ class Noting:
         """A version is out."""
         parts, version = self._parts, event.version
         parts.newest = version
-        groups = parts.books.groups.values()
-        live = len({group.version for group in groups if any(map(_running, group.trajectories.values()))})
+        live = parts.books.live_versions
         verdicts = sum(parts.books.failed.values())
         parts.recorder.published(version, at, live, verdicts, parts.ledger.seconds)
         parts.recorder.note("published", at, version=version)
-        self._evaluate(version)
+        self.evaluate(version)
 
     def moved(self, event: e.Moved, at: Nanoseconds) -> None:
         count, source, target = len(event.trajectories), str(event.source), str(event.target)
@@ -52,7 +49,8 @@ class Noting:
         elif account.current.label is not Label.IDLE or cause is not None:
             account.switch(parts.now(), Activity(Label.IDLE, parts.newest, cause or Cause(because=Because.ROLLOUT)))
 
-    def _evaluate(self, version: Version) -> None:
+    def evaluate(self, version: Version) -> None:
+        """Ask for the evaluation of a version, if it is one that shall be evaluated."""
         parts = self._parts
         every = parts.config.evaluation.every
         due = every and (version % every == 0 or version == parts.config.control.steps)
@@ -77,7 +75,3 @@ class Noting:
                     "stop": one.ended,
                 }
                 parts.recorder.sample(record)
-
-
-def _running(book: Any) -> bool:
-    return book.ended is None and not book.failed

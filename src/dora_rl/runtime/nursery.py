@@ -112,19 +112,24 @@ def serve(link: socket.socket, parent: int) -> None:
         if not asked:
             return
         nursery = os.getpid()
+        ready, told = os.pipe()
         pid = os.fork()
         if pid == 0:
             link.close()
-            _become_child(nursery, *fds)
-        for fd in fds:
+            os.close(ready)
+            _become_child(nursery, told, *fds)
+        for fd in (told, *fds):
             os.close(fd)
+        os.read(ready, 1)  # ends when the child will end with us: nobody knows it before, so nobody can stop it before
+        os.close(ready)
         link.sendall(_PID.pack(pid))
 
 
-def _become_child(nursery: int, link: int, log: int) -> None:
+def _become_child(nursery: int, told: int, link: int, log: int) -> None:
     from dora_rl.runtime.child import main as child
 
     end_with_parent(nursery)
+    os.close(told)
     os.setpgid(0, 0)  # a group of its own to be killed by, in one session: niceness counts only within one
     os.dup2(log, 1)
     os.dup2(log, 2)

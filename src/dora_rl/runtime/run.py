@@ -25,7 +25,7 @@ from dora_rl.ledger.ledger import Ledger
 from dora_rl.models.loading import load_tokenizer
 from dora_rl.runtime.books import Books, Prompts
 from dora_rl.runtime.config import RunConfig
-from dora_rl.runtime.evaluation import Evaluation
+from dora_rl.runtime.evaluation import Evaluation, evaluated
 from dora_rl.runtime.folder import RunFolder
 from dora_rl.runtime.machine import Machine
 from dora_rl.runtime.processes import Processes
@@ -102,9 +102,10 @@ class Run:
         """Until nothing is left to do, or the world is told to stop; `watch` is called after each event."""
         try:
             if self._past.at:
+                self.world.evaluate_again(evaluated(self.folder.metrics))
                 changed = [] if self._bound is None else [e.BoundChanged(max_staleness=self._bound)]
                 self.world.again([*self._past.losses(), *changed], self._past.open_commands())
-            if not self.orchestrator.finished or not self._saved():
+            if not self.orchestrator.finished or not self._saved() or self._evaluating:
                 self.world.begin(None if self.orchestrator.finished else Scaling(self.folder, self._host))
                 drive(_Watched(self.orchestrator, watch), self.world)
         finally:
@@ -119,8 +120,12 @@ class Run:
         self.recorder.settle(self.world.now())
         self.recorder.close()
         self._lock.close()
-        if self.orchestrator.finished and self.config.weights == "memory":
+        if self.orchestrator.finished and self.config.weights == "memory" and not self._evaluating:
             self.folder.store(self.config).clear()
+
+    @property
+    def _evaluating(self) -> bool:
+        return self.world.evaluating
 
     def _saved(self) -> bool:
         """The run's last version is a checkpoint."""
@@ -149,12 +154,11 @@ class Run:
             self._processes.wake()
 
     def _replay(self) -> _Past:
-        past, log = _Past(), []
+        past = _Past()
         for logged in replay(self.orchestrator, self._ledger.events()):
             self._books.note(logged.event, list(logged.commands))
             past.note(logged.event, logged.commands, logged.at)
-            log.append(logged)
-        self._ledger.compare(log)
+        self._ledger.compare()
         for group in self._books.groups.values():
             for trajectory in group.trajectories:
                 self._books.recall(self._ledger, trajectory)

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 from dora_rl.core import events as e
 from dora_rl.core.nouns import Attempt, InstanceId, SlotId, TrajectoryId
-from dora_rl.ledger.ledger import Ledger, SaidRow
+from dora_rl.ledger.ledger import Ledger
+from dora_rl.ledger.writing import SaidRow
 from dora_rl.runtime import messages as m
 from dora_rl.runtime.books import Books
 from dora_rl.runtime.judges import Judges
@@ -96,6 +97,7 @@ class Turns:
         """It is over, one way or the other."""
         self._place.pop(trajectory, None)
         self._waiting.pop(trajectory, None)
+        self._unheard.discard(trajectory)
 
     def refused(self, trajectory: TrajectoryId, by: InstanceId) -> None:
         """An instance did not have it parked: it is being moved, or has been; where it arrives it is told again."""
@@ -106,7 +108,8 @@ class Turns:
             self._unheard.add(trajectory)
 
     def score(self, trajectory: TrajectoryId, answer: Callable[[m.Judged], None]) -> None:
-        """The verdict of its session."""
+        """The verdict of its session; it has no turn to come."""
+        self.forget(trajectory)
         finish = self._play(trajectory, finish=True)
         self._judges.ask(finish, lambda reply: answer(_judged(reply)), self._timeout, trajectory)
 

@@ -39,6 +39,7 @@ from dora_rl.runtime.processes import Process, Processes
 from dora_rl.runtime.recorder import Recorder
 from dora_rl.runtime.scaling import Scaling
 from dora_rl.runtime.text import Text
+from dora_rl.runtime.verdicts import Verdicts
 
 if TYPE_CHECKING:
     from dora_rl.ledger.ledger import Ledger
@@ -88,6 +89,7 @@ class ProcessWorld:
         self._noting = Noting(self._parts)
         self._doing = Doing(self._parts, self._noting)
         self._hearing = Hearing(self._parts, self._doing, self._noting, self._saved)
+        self._verdicts = Verdicts(config.control, books)
         self._events: deque[e.Event] = deque()
         self._current: tuple[e.Event, Nanoseconds] | None = None
         self._last: Nanoseconds = 0
@@ -122,6 +124,7 @@ class ProcessWorld:
         answered = list(commands)
         number = self._parts.ledger.log(event, answered, at)
         self._parts.books.note(event, answered)
+        self._verdicts.note(event, answered, self._parts.newest)
         self._note(event, at)
         for command in answered:
             if isinstance(command, _DURABLE):
@@ -156,9 +159,20 @@ class ProcessWorld:
         """Evaluate beside training."""
         self._parts.evaluation = evaluation
 
+    def evaluate_again(self, done: set[Version]) -> None:
+        """After a restart: evaluations that were asked for and have no result, before their weights are let go."""
+        newest = self._parts.newest
+        for version in self._parts.store.versions():
+            if newest is not None and version <= newest and version not in done:
+                self._noting.evaluate(version)
+
     def evaluated(self, result: Evaluated) -> None:
         """An evaluation is over."""
         self._noting.evaluated(result)
+
+    @property
+    def evaluating(self) -> bool:
+        return self._parts.evaluation is not None and self._parts.evaluation.pending > 0
 
     def _give(self, event: e.Event, now: Nanoseconds) -> tuple[e.Event, Nanoseconds]:
         self._current = (event, now)
@@ -186,8 +200,7 @@ class ProcessWorld:
 
     def _over(self) -> bool:
         """Nothing is left to decide: see the last checkpoint and the last evaluation through."""
-        evaluation = self._parts.evaluation
-        if self._deferred or (evaluation is not None and evaluation.pending):
+        if self._deferred or self.evaluating:
             return False
         trainer = self._parts.crew.trainer
         if self._saving is None:

@@ -19,7 +19,7 @@ from dora_rl.sim.config import LayoutKind, SimConfig
 from dora_rl.sim.witness import BOUNDS
 from dora_rl.sim.world import SimWorld
 
-_NEVER = Deadlines(load=1e7, move=1e7, score=1e7, tool=1e7, heartbeat=1e7, train=1e7, stall=1e7)
+_NEVER = Deadlines(load=1e7, move=1e7, score=1e7, tool=1e7, heartbeat=1e7, progress=1e7, train=1e7, stall=1e7)
 """Nothing fails here, and simulated steps may take hours."""
 MODES: tuple[ModeName, ...] = ("sync", "one_step_off", "partial", "dora")
 

@@ -1,0 +1,90 @@
+"""What is written in batches is what would be written one by one, and what nobody can ask for is deleted."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dora_rl.core import commands as c
+from dora_rl.core import events as e
+from dora_rl.core.nouns import Prompt, SlotId
+from dora_rl.ledger.audit import compare_tables
+from dora_rl.ledger.derive import BARRIERS, GENERATED, SCORED, Statement
+from dora_rl.ledger.ledger import Ledger, read_events, read_said
+from dora_rl.ledger.writing import SaidRow, gathered, merged
+
+SLOT = SlotId("i0.1", 0)
+
+
+def row(trajectory: int, start: int, count: int, version: int = 0, observed: int = 0) -> SaidRow:
+    tokens = bytes(4 * count)
+    return SaidRow(trajectory, start, version, tokens, tokens, observed)
+
+
+def test_tokens_that_follow_each_other_become_one_row() -> None:
+    rows = [row(1, 0, 4), row(2, 0, 2), row(1, 4, 3), row(1, 7, 1, observed=1), row(1, 8, 2), row(2, 5, 1)]
+    found = sorted((one.trajectory, one.start, len(one.tokens) // 4, one.observed) for one in merged(rows))
+    assert found == [(1, 0, 7, 0), (1, 7, 1, 1), (1, 8, 2, 0), (2, 0, 2, 0), (2, 5, 1, 0)]
+
+
+def table(changes: list[Statement]) -> list[tuple[object, ...]]:
+    connection = sqlite3.connect(":memory:")
+    columns = (
+        "id INTEGER PRIMARY KEY, attempt INTEGER DEFAULT 0, instance, version, fingerprint, tokens, reward, failed"
+    )
+    connection.execute(f"CREATE TABLE trajectories ({columns})")
+    connection.executemany("INSERT INTO trajectories (id) VALUES (?)", [(0,), (1,)])
+    for statement, values in changes:
+        connection.execute(statement, values)
+    return list(connection.execute("SELECT * FROM trajectories"))
+
+
+ids, numbers = st.integers(0, 1), st.integers(0, 2)
+changes = st.one_of(
+    st.tuples(st.just(GENERATED), st.tuples(st.just("i0"), numbers, st.just("f"), numbers, ids, numbers)),
+    st.tuples(st.just(SCORED), st.tuples(numbers, ids)),
+    st.tuples(st.just(BARRIERS[0]), st.tuples(numbers, st.just("i1"), ids)),
+    st.tuples(st.just(BARRIERS[1]), st.tuples(st.just("why"), ids)),
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(changes, max_size=12))
+def test_reports_brought_together_mean_the_same(changes: list[Statement]) -> None:
+    assert table(list(gathered(changes))) == table(changes)
+
+
+def log(ledger: Ledger, event: e.Event, *commands: c.Command) -> None:
+    ledger.log(event, list(commands), ledger.seq + 1)
+
+
+def test_tokens_are_kept_until_no_checkpoint_can_ask_for_them(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.db"
+    ledger = Ledger(path, 2)
+    prompts = tuple(Prompt(key=f"p{n}", tokens=3) for n in range(3))
+    log(ledger, e.PromptsArrived(prompts=prompts, last=True))
+    for group, prompt in enumerate(prompts):
+        log(ledger, e.Tick(), c.StartGroup(group=group, prompt=prompt, version=0, slot=SLOT))
+    for trajectory in range(6):
+        ledger.said([row(trajectory, 0, 2), row(trajectory, 2, 1)], [(trajectory, "stop")])
+    log(ledger, e.Tick(), c.Apply(step=0, attempt=1, groups=(0,)))
+    log(ledger, e.Tick(), c.Apply(step=1, attempt=1, groups=(2,)))
+    log(ledger, e.Checkpointed(version=1))
+    ledger.close()
+    assert kept(path) == [2, 3, 4, 5], "step 0 can't be asked for again, step 1 can"
+    ledger = Ledger(path, 2)
+    log(ledger, e.Checkpointed(version=2))
+    ledger.close()
+    assert kept(path) == [2, 3], "what was trained before a restart is known after it"
+
+
+def kept(path: Path) -> list[int]:
+    connection = sqlite3.connect(path)
+    found = [trajectory for trajectory in range(6) if read_said(connection, trajectory)[0]]
+    assert [row[0] for row in connection.execute("SELECT trajectory FROM ended ORDER BY 1")] == found
+    assert list(compare_tables(connection, list(read_events(connection)), 2)) == []
+    connection.close()
+    return found
