@@ -194,7 +194,7 @@ def test_all_time_has_a_label() -> None:
     from dora_rl.engine.engine import Engine
 
     made = tiny.model("llama")
-    config = EngineConfig(slots=2, kv_bytes=1 << 22, prefill_chunk=16, threads=1)
+    config = EngineConfig(slots=2, kv_bytes=1 << 22, prefill_chunk=16, stretch=1, threads=1)
     engine = Engine(made, MemoryWeights.of(made), config, clock=lambda: next(ticks))
     engine.load(0, 0)
     engine.wait_for_loads()
@@ -204,3 +204,16 @@ def test_all_time_has_a_label() -> None:
     for slot in engine.slots:
         assert sum(slot.account.by_label().values()) == slot.account.lifetime > 0
     assert set(engine.slots[1].account.by_label()) == {Label.IDLE}
+
+
+def test_a_version_that_is_replaced_is_let_go_at_once() -> None:
+    """Not at the next collection of garbage: that looks at how many objects there are, not at how large they are."""
+    engine = tiny.engine(tiny.model("llama"), weights=two_versions())
+    former = weakref.ref(engine.slots[0].runner)
+    gc.disable()
+    try:
+        engine.load(0, 1)
+        engine.wait_for_loads()
+        assert former() is None
+    finally:
+        gc.enable()

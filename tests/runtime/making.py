@@ -46,14 +46,14 @@ def kills_always(prompts, completions, **_):
 def hangs_always(prompts, completions, **_):
     time.sleep(3600)
 
+def raises_always(prompts, completions, **_):
+    raise ValueError("never again")
+
 def unhurried(prompts, completions, **_):
     """Takes its time until somebody is in a hurry, so that a run lasts as long as it has to."""
     if not (HERE / "hurry").exists():
         time.sleep(0.2)
     return reward(prompts, completions)
-
-def raises_always(prompts, completions, **_):
-    raise ValueError("never again")
 
 def huge(prompts, completions, **_):
     return [3e38 if len(text) % 2 else -3e38 for text in completions]

@@ -34,19 +34,21 @@ class Loading:
         self.runner: Runner | None = None
         self.fingerprint: Fingerprint = ""
         self.error: DoraError | None = None
-        self._thread = threading.Thread(target=self._load, args=(weights, make), daemon=True, name=f"load v{version}")
+        self._thread: threading.Thread | None = None
         if now:
             self._load(weights, make)
         else:
+            # A thread lets go of its target only when it has run: one that never runs would keep the weights.
+            self._thread = threading.Thread(target=self._load, args=(weights, make), daemon=True)
             self._thread.start()
 
     @property
     def done(self) -> bool:
-        return not self._thread.is_alive()
+        return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
         """Until it is done."""
-        if self._thread.ident is not None:
+        if self._thread is not None:
             self._thread.join()
 
     def _load(self, weights: WeightSource, make: MakeRunner) -> None:

@@ -50,7 +50,7 @@ class Noting:
             account.switch(parts.now(), Activity(Label.IDLE, parts.newest, cause or Cause(because=Because.ROLLOUT)))
 
     def evaluate(self, version: Version) -> None:
-        """Ask for the evaluation of a version, if it is one that shall be evaluated."""
+        """Ask for an evaluation of a version, if one is due."""
         parts = self._parts
         every = parts.config.evaluation.every
         due = every and (version % every == 0 or version == parts.config.control.steps)

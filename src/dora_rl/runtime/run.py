@@ -105,7 +105,7 @@ class Run:
                 self.world.evaluate_again(evaluated(self.folder.metrics))
                 changed = [] if self._bound is None else [e.BoundChanged(max_staleness=self._bound)]
                 self.world.again([*self._past.losses(), *changed], self._past.open_commands())
-            if not self.orchestrator.finished or not self._saved() or self._evaluating:
+            if not self.orchestrator.finished or not self._saved() or self.world.evaluating:
                 self.world.begin(None if self.orchestrator.finished else Scaling(self.folder, self._host))
                 drive(_Watched(self.orchestrator, watch), self.world)
         finally:
@@ -120,12 +120,8 @@ class Run:
         self.recorder.settle(self.world.now())
         self.recorder.close()
         self._lock.close()
-        if self.orchestrator.finished and self.config.weights == "memory" and not self._evaluating:
+        if self.orchestrator.finished and self.config.weights == "memory" and not self.world.evaluating:
             self.folder.store(self.config).clear()
-
-    @property
-    def _evaluating(self) -> bool:
-        return self.world.evaluating
 
     def _saved(self) -> bool:
         """The run's last version is a checkpoint."""

@@ -89,8 +89,8 @@ class ProcessWorld:
         self._noting = Noting(self._parts)
         self._doing = Doing(self._parts, self._noting)
         self._hearing = Hearing(self._parts, self._doing, self._noting, self._saved)
-        self._verdicts = Verdicts(config.control, books)
         self._events: deque[e.Event] = deque()
+        self._verdicts = Verdicts(config.control, books)
         self._current: tuple[e.Event, Nanoseconds] | None = None
         self._last: Nanoseconds = 0
         self._deferred: deque[tuple[int, c.Command]] = deque()
@@ -159,6 +159,12 @@ class ProcessWorld:
         """Evaluate beside training."""
         self._parts.evaluation = evaluation
 
+    @property
+    def evaluating(self) -> bool:
+        """An evaluation is asked for and not over."""
+        evaluation = self._parts.evaluation
+        return evaluation is not None and evaluation.pending > 0
+
     def evaluate_again(self, done: set[Version]) -> None:
         """After a restart: evaluations that were asked for and have no result, before their weights are let go."""
         newest = self._parts.newest
@@ -169,10 +175,6 @@ class ProcessWorld:
     def evaluated(self, result: Evaluated) -> None:
         """An evaluation is over."""
         self._noting.evaluated(result)
-
-    @property
-    def evaluating(self) -> bool:
-        return self._parts.evaluation is not None and self._parts.evaluation.pending > 0
 
     def _give(self, event: e.Event, now: Nanoseconds) -> tuple[e.Event, Nanoseconds]:
         self._current = (event, now)
