@@ -4,8 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help setup format test lint types check soak chaos fuzz soak-run quickstart smollm2 warm-start clean \
-	bench-control bench-engine bench-trainer bench-run bench-learning bench-cluster chaos-ray paper-table
+.PHONY: help setup format test test-vllm lint types check soak chaos fuzz soak-run quickstart smollm2 warm-start clean \
+	bench bench-quick bench-control bench-engine bench-trainer bench-run bench-learning bench-cluster chaos-ray paper-table
 .DEFAULT_GOAL := help
 
 help:            ## list the targets
@@ -46,6 +46,28 @@ fuzz: setup      ## feed INPUTS damaged inputs (default 20000) to everything tha
 soak-run: setup  ## a run at full load for MINUTES (default 60) with a fault every minute, then QUIET (10) without: memory, leftovers
 	$(BIN)/python -m benchmarks.soak_run --minutes $(or $(MINUTES),60) --quiet $(or $(QUIET),10)
 
+# A peer that can't be installed is reported as not run; the rest goes on.
+bench: setup          ## side by side with TRL, vLLM and llama.cpp, into docs/benchmarks.md (about 40 minutes)
+	-@$(MAKE) --no-print-directory .venv-trl/.installed
+	-@$(MAKE) --no-print-directory .venv-vllm/.installed
+	-@$(MAKE) --no-print-directory .venv-llama/.installed
+	$(BIN)/python -m benchmarks.bench
+
+bench-quick: setup    ## the same with fewer steps and repeats (under 10 minutes, after TRL is installed once)
+	-@$(MAKE) --no-print-directory .venv-trl/.installed
+	$(BIN)/python -m benchmarks.bench --quick
+
+.venv-trl/.installed: constraints.txt
+	$(PYTHON) -m venv .venv-trl
+	.venv-trl/bin/pip install --quiet --constraint constraints.txt torch 'trl==1.16.*'
+	@touch $@
+
+# Compiled here, so that it uses what this processor has.
+.venv-llama/.installed:
+	$(PYTHON) -m venv .venv-llama
+	.venv-llama/bin/pip install --quiet 'llama-cpp-python>=0.3.7'
+	@touch $@
+
 bench-control: setup  ## cost of an orchestrator event at 64 and at 4,096 instances, and the simulator's speed
 	$(BIN)/python -m benchmarks.control
 
@@ -61,6 +83,16 @@ bench-engine: setup .venv-vllm/.installed  ## the engine against generate and vL
 	.venv-vllm/bin/pip install --quiet --constraint constraints.txt torch -r .venv-vllm/requirements.txt
 	.venv-vllm/bin/pip install --quiet --no-deps .venv-vllm/wheel/*.whl
 	@touch $@
+
+# Tests of whole runs need this package and its own requirements there too, in the versions that vLLM has brought.
+.venv-vllm/.tested: .venv-vllm/.installed pyproject.toml
+	.venv-vllm/bin/python -m pip freeze | grep -E '^(transformers|tokenizers|numpy|huggingface.hub)==' > .venv-vllm/kept.txt
+	.venv-vllm/bin/python -m pip install --quiet --constraint constraints.txt --constraint .venv-vllm/kept.txt \
+		--editable '.[train,tasks]' pytest pytest-timeout
+	@touch $@
+
+test-vllm: .venv-vllm/.tested  ## run the tests of vLLM on the CPU, in an environment of its own (3.4 GB, about 5 minutes)
+	.venv-vllm/bin/python -m pytest tests/rollout tests/engine/test_vllm_settings.py
 
 paper-table: setup    ## calibrate on the synchronous rows, then predict the others and the headline
 	$(BIN)/python -m benchmarks.paper_table
@@ -90,7 +122,7 @@ warm-start: setup     ## make the quickstart's warm start again, into examples/q
 	$(BIN)/python examples/quickstart/warm_start.py
 
 clean:           ## remove the virtual environment and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-trl .venv-vllm .venv-llama .mypy_cache .ruff_cache .hypothesis
 
 format: setup    ## rewrite the sources in the one format
 	$(BIN)/ruff format src tests benchmarks examples

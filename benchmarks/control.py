@@ -23,15 +23,16 @@ REPEATS = 3
 console = Console()
 
 
-def event_microseconds(instances: int) -> float:
-    """Mean time of `Orchestrator.step` over many events in a steady run."""
+def event_microseconds(instances: int, *, requests: int = 16, staleness: int = 3, events: int = EVENTS) -> float:
+    """Mean time of `Orchestrator.step` over many events in a steady run; a step's groups grow with the requests."""
     config = preset(
         "laptop",
         [
             f"devices={2 * instances}",
             f"trainer_devices={instances}",
-            f"control.groups_per_step={instances // 4}",
-            "rollout.max_requests=16",
+            f"control.groups_per_step={max(1, instances * requests // 64)}",
+            f"control.max_staleness={staleness}",
+            f"rollout.max_requests={requests}",
             "steps=100000",
         ],
     )
@@ -40,7 +41,7 @@ def event_microseconds(instances: int) -> float:
     orchestrator = Orchestrator(control)
     warm = 2 * len(world.instances) + 2000
     spent = 0.0
-    for number in range(warm + EVENTS):
+    for number in range(warm + events):
         arrived = world.next_event(orchestrator.wake_at())
         assert arrived is not None
         before = time.perf_counter()
@@ -48,7 +49,7 @@ def event_microseconds(instances: int) -> float:
         if number >= warm:
             spent += time.perf_counter() - before
         world.carry_out(commands)
-    return spent / EVENTS * 1e6
+    return spent / events * 1e6
 
 
 def main() -> None:

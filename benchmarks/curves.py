@@ -17,7 +17,10 @@ class Band(NamedTuple):
     half: list[float]
 
 
-def draw(path: Path, curves: dict[str, tuple[Band, Band]]) -> None:
+_TITLE = "held-out accuracy, mean and 95% band over seeds"
+
+
+def draw(path: Path, curves: dict[str, tuple[Band, Band]], said: str = _TITLE) -> None:
     """Accuracy against steps on the left, against seconds on the right."""
     width, height = 2 * (_WIDTH + 70), _HEIGHT + 110
     style = 'font-family="sans-serif" font-size="12"'
@@ -27,7 +30,7 @@ def draw(path: Path, curves: dict[str, tuple[Band, Band]]) -> None:
     ]
     for panel, title in enumerate(("steps", "seconds")):
         parts.append(f'<g transform="translate({panel * (_WIDTH + 70) + _LEFT},{_TOP})">')
-        parts += _panel({mode: both[panel] for mode, both in curves.items()}, title)
+        parts += _panel({mode: both[panel] for mode, both in curves.items()}, title, said)
         parts.append("</g>")
     for number, mode in enumerate(curves):
         x = _LEFT + number % 3 * 160
@@ -37,7 +40,7 @@ def draw(path: Path, curves: dict[str, tuple[Band, Band]]) -> None:
     path.write_text("\n".join([*parts, "</svg>"]) + "\n")
 
 
-def _panel(curves: dict[str, Band], title: str) -> list[str]:
+def _panel(curves: dict[str, Band], title: str, said: str) -> list[str]:
     most = max(max(band.x) for band in curves.values()) or 1.0
     low = min(min(y - h for y, h in zip(band.y, band.half, strict=True)) for band in curves.values())
     low = max(0.0, int(low * 10) / 10)
@@ -47,7 +50,7 @@ def _panel(curves: dict[str, Band], title: str) -> list[str]:
 
     parts = [f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="none" stroke="#999"/>']
     parts.append(f'<text x="{_WIDTH / 2}" y="{_HEIGHT + 30}" text-anchor="middle">{title}</text>')
-    parts.append('<text x="0" y="-10">held-out accuracy, mean and 95% band over seeds</text>')
+    parts.append(f'<text x="0" y="-10">{said}</text>')
     for tick in range(round(low * 10), 11, 1):
         y = place(0, tick / 10).partition(",")[2]
         parts.append(f'<line x1="0" x2="{_WIDTH}" y1="{y}" y2="{y}" stroke="#eee"/>')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,32 @@ class Target:
     target: str
     value: float
     met: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ratio:
+    """One figure over another, once for each interleaved repeat."""
+
+    name: str
+    values: list[float]
+    aim: float | None = None
+    """It should be at least this."""
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    def target(self) -> Target:
+        assert self.aim is not None
+        return at_least(self.name, self.aim, self.median)
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({min(self.values):.2f} to {max(self.values):.2f})"
+
+
+def aims(ratios: list[Ratio]) -> list[Target]:
+    """The targets among the ratios."""
+    return [ratio.target() for ratio in ratios if ratio.aim is not None]
 
 
 def at_most(name: str, limit: float, value: float) -> Target:

@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--jobs", default="chains,agents")
     arguments = parser.parse_args()
     jobs = arguments.jobs.split(",")
-    peak = _peak_rate()
+    peak = peak_rate()
     _console.print(f"engine's best rate on one core: {peak:,.0f} tokens/s")
     targets: list[Target] = []
     figures: dict[str, Any] = {"cores": os.cpu_count(), "peak tokens/s of a core": peak}
@@ -83,15 +83,15 @@ def _targets(job: str, repeats: list[dict[str, Figures]], peak: float) -> list[T
         at_most(
             f"{job}: dora's step over its lower bound",
             1.2,
-            statistics.median(one["dora"].step_seconds / _bound(one, peak) for one in repeats),
+            statistics.median(one["dora"].step_seconds / bound(one["sync"], peak) for one in repeats),
         ),
     ]
 
 
-def _bound(found: dict[str, Figures], peak: float) -> float:
-    sync = found["sync"]
+def bound(sync: Figures, peak: float, staleness: int = STALENESS) -> float:
+    """Seconds that a step must take, from what a synchronous run showed of its parts."""
     rollout = sync.tokens / sync.steps / (peak * (os.cpu_count() or 1))
-    return max(sync.trainer_busy + rollout, sync.longest / (STALENESS + 1))
+    return max(sync.trainer_busy + rollout, sync.longest / (staleness + 1))
 
 
 def _show(job: str, repeats: list[dict[str, Figures]], peak: float) -> None:
@@ -106,7 +106,7 @@ def _show(job: str, repeats: list[dict[str, Figures]], peak: float) -> None:
             f"{statistics.median(one.tokens_per_second for one in some):,.0f}",
             f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})",
             f"{statistics.median(one.step_seconds for one in some):.3f}",
-            f"{statistics.median(_bound(one, peak) for one in repeats):.3f}",
+            f"{statistics.median(bound(one['sync'], peak) for one in repeats):.3f}",
             f"{statistics.median(one.occupancy for one in some):.0%}",
             f"{max(one.live_versions for one in some)}",
             f"{statistics.median(one.migrations for one in some):.0f}",
@@ -114,7 +114,7 @@ def _show(job: str, repeats: list[dict[str, Figures]], peak: float) -> None:
     _console.print(table)
 
 
-def _peak_rate() -> float:
+def peak_rate() -> float:
     """Tokens/s of one engine with one thread and a full batch at the quickstart's usual context."""
     torch.set_num_threads(1)
     loaded = load(ModelConfig(path=str(JOBS.parent.parent / "examples" / "quickstart" / "warm")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -36,6 +37,12 @@ class Figures:
     idle: dict[str, float]
     evaluations: list[tuple[int, float, float]] = field(default_factory=list)
     """Version, seconds, accuracy."""
+    published: dict[int, float] = field(default_factory=dict)
+    """Seconds at which each version was there."""
+    rewards: list[float] = field(default_factory=list)
+    """Mean of each step."""
+    ledger: float = 0.0
+    """Seconds of processor time that writing the ledger took."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -48,13 +55,26 @@ class Figures:
 
 def run(config: Path, **settings: object) -> Figures:
     """`dora-rl train` in a folder of its own."""
+    with finished(config, **settings) as folder:
+        return read(folder)
+
+
+@contextlib.contextmanager
+def finished(config: Path, **settings: object) -> Iterator[Path]:
+    """The folder of a finished run, for as long as it is looked at."""
     with tempfile.TemporaryDirectory() as folder:
-        options = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
-        command = [sys.executable, "-m", "dora_rl.apps.cli", "train", str(config), "--name", "run", "--out", folder]
-        done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
+        command = command_of(config, Path(folder), **settings)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
-        return read(Path(folder) / "run")
+        yield Path(folder) / "run"
+
+
+def command_of(config: Path, out: Path, **settings: object) -> list[str]:
+    """`dora-rl train` as a user would write it."""
+    options = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
+    command = [sys.executable, "-m", "dora_rl.apps.cli", "train", str(config), "--name", "run", "--out", str(out)]
+    return [*command, *options]
 
 
 def read(folder: Path) -> Figures:
@@ -90,7 +110,22 @@ def read(folder: Path) -> Figures:
             for line in metrics
             if "evaluation" in line
         ],
+        published={version: (at - begin) / SECOND for version, at in sorted(published.items())},
+        rewards=[line["reward/mean"] for line in steps],
+        ledger=max(line["timing_s/ledger"] for line in steps),
     )
+
+
+def lengths(folder: Path) -> list[list[int]]:
+    """Response tokens of the trajectories of each group, in the order of the groups' ids."""
+    config = json.loads((folder / "config.json").read_text())["config"]
+    size = int(config["control"]["group_size"])
+    groups: dict[int, list[int]] = defaultdict(list)
+    for line in _lines(folder / "events.jsonl"):
+        event = line["event"]
+        if event["event"] == "Generated":
+            groups[event["trajectory"] // size].append(event["tokens"])
+    return [groups[group] for group in sorted(groups)]
 
 
 def _spent(activity: list[dict[str, Any]], begin: int, end: int) -> dict[str, Counter[str]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 def main() -> None:
     folder, mode, tokens, batches, repeats = sys.argv[1:6]
-    import vllm  # type: ignore[import-not-found]  # lives in an environment of its own
+    import vllm  # lives in an environment of its own
 
     engine: Any = vllm.LLM(
         model=folder,

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from dora_rl.control.config import ControlConfig, ModeName
+from dora_rl.core.commands import Move
 from dora_rl.sim.chaos import ChaosPlan, ChaosWorld
-from tests.schedules import DEADLINES, run_schedule
+from tests.schedules import DEADLINES, draw_config, run_schedule
 
 BLOCKS = 32
 PER_BLOCK = 100
@@ -142,3 +143,24 @@ def test_staleness_zero_gives_the_very_batches_of_sync(seed: int) -> None:
             {step: [world.witness.admitted[g] for g in groups] for step, groups in world.witness.batches.items()}
         )
     assert batches[0] == batches[1]
+
+
+@pytest.mark.parametrize("one_batch", [True, False])
+def test_nothing_moves_where_one_batch_serves_every_version(one_batch: bool) -> None:
+    """Adapters over one base: with a slot for each version on every instance there is nothing to re-partition."""
+    moved = 0
+    for seed in range(20):
+        random_ = random.Random(seed)
+        config = draw_config(random_, "dora")
+        plan = ChaosPlan(
+            instances=3,
+            slots=config.max_staleness + 1,
+            max_requests=3 * config.group_size,
+            prompts=40,
+            faults=0,
+            one_batch=one_batch,
+        )
+        world = ChaosWorld(config, plan, lambda below, random_=random_: int(random_.random() * below))  # type: ignore[misc]
+        world.run()
+        moved += sum(isinstance(command, Move) for _, _, commands in world.log for command in commands)
+    assert (moved == 0) == one_batch, "with a batch for each slot it pays to gather a version on fewer instances"

@@ -70,12 +70,19 @@ class FullDisk:
         self._end = time.monotonic() + end
 
     def execute(self, statement: str, values: Any = ()) -> sqlite3.Cursor:
+        self._refuse_while_full()
+        return self._connection.execute(statement, values)
+
+    def executemany(self, statement: str, rows: Any) -> sqlite3.Cursor:
+        self._refuse_while_full()
+        return self._connection.executemany(statement, rows)
+
+    def _refuse_while_full(self) -> None:
         if self._begin <= time.monotonic() < self._end:
             self._note("full")
             error = sqlite3.OperationalError("database or disk is full")
             error.sqlite_errorcode = sqlite3.SQLITE_FULL
             raise error
-        return self._connection.execute(statement, values)
 
     def close(self) -> None:
         self._connection.close()

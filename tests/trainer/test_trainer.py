@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import peft
 import pytest
@@ -280,6 +281,7 @@ def test_metrics_have_the_names_of_the_field() -> None:
     made.accumulate(0, groups(count=2, model=llama(), noise=0.0))
     fresh = made.apply(0).metrics
     assert fresh["mismatch_kl"] == pytest.approx(0, abs=1e-6)
+    assert fresh["mismatch_gap"] == pytest.approx(0, abs=1e-4)
     assert fresh["ratio/mean"] == pytest.approx(1, abs=1e-4)
     assert fresh["clip_fraction"] == 0
     assert 0 < fresh["entropy"] < np.log(61)
@@ -290,6 +292,17 @@ def test_metrics_have_the_names_of_the_field() -> None:
     assert "mismatch_kl" not in stale, "a stale trajectory's KL is not the engines' doing"
     assert stale["off_policy/kl"] > 0
     assert stale["off_policy/trajectory_staleness"] == 1
+
+
+def test_the_mismatch_is_what_the_engine_is_off_by() -> None:
+    made = trainer(llama(), optimiser=FAST)
+
+    def off(one: Trajectory) -> Trajectory:
+        return msgspec.structs.replace(one, behaviour_logprobs=one.behaviour_logprobs - np.float32(0.25))
+
+    right = groups(count=2, model=llama(), noise=0.0)
+    made.accumulate(0, [Group(id=group.id, trajectories=tuple(map(off, group.trajectories))) for group in right])
+    assert made.apply(0).metrics["mismatch_gap"] == pytest.approx(0.25, abs=1e-3)
 
 
 def test_mismatch_is_measured_before_the_step_moves_the_policy() -> None:

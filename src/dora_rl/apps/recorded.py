@@ -63,7 +63,7 @@ class Facts(NamedTuple):
     lengths: dict[StepId, list[int]]
     """Tokens of the trained responses."""
     moved: int
-    """Requests that arrived with their KV."""
+    """Requests that arrived."""
     failed: Counter[str]
     """Trajectories with a verdict, by reason."""
     open_groups: int

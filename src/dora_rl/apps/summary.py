@@ -62,9 +62,11 @@ class Summary(Progress, frozen=True, kw_only=True):
     most_live: int
     """Most versions that generated at once."""
     moved: int
-    """Requests that were moved with their KV."""
+    """Requests that were moved."""
     reprefilled: int
     """Tokens whose KV existed once and was computed again."""
+    gap: float | None
+    """Mean distance between the engine's and the trainer's log-probs of a token, where both are of one version."""
     failed: dict[str, int]
     """Trajectories with a verdict, by reason."""
     ledger_share: float
@@ -101,6 +103,7 @@ def summarise(folder: RunFolder) -> Summary:
         most_live=round(max((one.get("rollout/live_versions", 0.0) for one in figures), default=0)),
         moved=facts.moved,
         reprefilled=round(sum(one.get("rollout/reprefilled_tokens", 0.0) for one in figures)),
+        gap=_mean(one["mismatch_gap"] for one in figures if "mismatch_gap" in one),
         failed=dict(facts.failed.most_common()),
         ledger_share=metrics.ledger_seconds / (times[-1] / SECOND) if times[1:] else 0.0,
         restarts=dict(Counter(place(note["who"]) for note in activity.notes if note["note"] == "lost")),
@@ -197,6 +200,11 @@ def _first_and_last(evaluations: dict[Version, dict[str, Any]]) -> Any:
     if not evaluations:
         return None
     return tuple((version, evaluations[version][ACCURACY]) for version in (min(evaluations), max(evaluations)))
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return statistics.fmean(found) if found else None
 
 
 def _differences(times: list[Nanoseconds]) -> list[Nanoseconds]:

@@ -50,6 +50,7 @@ def train(
     settings += [f'ray.address="{address}"'] if address is not None else []
     if resume is not None:
         folder = RunFolder.open(resume)
+        need_engine(folder.read())
         go_on(folder, bound=change(folder, settings))
         return
     assert config is not None
@@ -59,7 +60,16 @@ def train(
         return
     if resolved.runtime == "ray":
         need_ray()  # before there is a folder
+    need_engine(resolved)
     go_on(RunFolder.create(resolved, config.resolve().parent, name))
+
+
+def need_engine(config: RunConfig) -> None:
+    """Refuse a run whose rollout engine is not installed, before anything is begun."""
+    from dora_rl.engine.vllm.installed import require
+
+    if config.rollout.engine.kind == "vllm":
+        require()
 
 
 def change(folder: RunFolder, settings: list[str]) -> int | None:

@@ -65,3 +65,8 @@ class ControlConfig(Config):
     pack_limit: float = Field(0.9, gt=0, le=1)
     """How full re-partitioning may pack the slots of a draining version."""
     deadlines: Deadlines = Deadlines()
+
+    @property
+    def staleness(self) -> int:
+        """K of the mode, set or its own."""
+        return {"sync": 0, "one_step_off": 1}.get(self.mode, self.max_staleness)

@@ -97,6 +97,8 @@ class Fleet:
         """How many instances share the trainer's devices."""
         self.dedicated_kv = 0
         """KV room, in tokens, of the instances that do not."""
+        self._batches = 0
+        """How many instances decode each slot in a batch of its own."""
 
     def join(self, spec: InstanceSpec, now: Nanoseconds) -> Instance:
         instance = Instance(spec=spec, heard=now)
@@ -104,7 +106,13 @@ class Fleet:
         self.instances[spec.instance] = instance
         self.sharing += spec.shares_trainer
         self.dedicated_kv += 0 if spec.shares_trainer else spec.kv_tokens
+        self._batches += not spec.one_batch
         return instance
+
+    @property
+    def one_batch(self) -> bool:
+        """All instances decode their slots in one batch each."""
+        return bool(self.instances) and not self._batches
 
     @property
     def sharing_requests(self) -> int:
@@ -119,6 +127,7 @@ class Fleet:
         spec = instance.spec
         self.sharing -= spec.shares_trainer
         self.dedicated_kv -= 0 if spec.shares_trainer else spec.kv_tokens
+        self._batches -= not spec.one_batch
 
     def slot(self, slot: SlotId) -> Slot | None:
         instance = self.instances.get(slot.instance)

@@ -14,6 +14,8 @@ go on there.
 Invariants:
 - a version that has requests keeps at least one slot, or gets the next one that can be had;
 - `leaving` slots take nothing new, so they become empty, if not by moves then because requests end;
+- where every instance has slots for all versions that have requests, in one batch, nothing is re-partitioned: emptying
+  a slot would gain nothing;
 - a version is retired when it is not the newest, no slot serves or loads it, and no unfinished group has it.
 """
 
@@ -179,7 +181,7 @@ class Partition:
         fleet.
         """
         context = self._context
-        if not context.mode.repartitions or context.config.placement != "deadline":
+        if not context.mode.repartitions or context.config.placement != "deadline" or self._all_fit():
             return
         if version == self._rollout_version or not context.admissible():
             return
@@ -202,6 +204,10 @@ class Partition:
         """The mandatory and periodic trigger: new targets for all versions."""
         context = self._context
         if not context.mode.repartitions or self._rollout_version is None or not context.fleet.instances:
+            return
+        if self._all_fit():
+            self._targets = {}
+            self._donors.clear()
             return
         self._targets = self._rule(self._facts())
         missing = 0
@@ -250,6 +256,13 @@ class Partition:
 
     def _slots(self) -> list[Slot]:
         return [slot for instance in self._context.fleet.instances.values() for slot in instance.slots]
+
+    def _all_fit(self) -> bool:
+        """Every instance decodes all its slots in one batch, and has one for each version that has requests."""
+        if not self._context.fleet.one_batch:
+            return False
+        needed = self._rollout.requests.keys() | {self._rollout_version}
+        return all(len(instance.slots) >= len(needed) for instance in self._context.fleet.instances.values())
 
     def _running(self, version: Version) -> list[Slot]:
         """The slots that serve or load a version and are not paused."""

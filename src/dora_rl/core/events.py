@@ -126,7 +126,7 @@ class TrajectoryFailed(Event, frozen=True, kw_only=True):
 
 
 class Moved(Event, frozen=True, kw_only=True):
-    """These requests run on the target of their move now, with their KV."""
+    """These requests run on the target of their move now; with their KV, where the engine can move it."""
 
     trajectories: tuple[TrajectoryId, ...]
     attempts: tuple[Attempt, ...]

@@ -80,6 +80,8 @@ class InstanceSpec(Record, frozen=True, kw_only=True):
     """How many sequences may decode at once, over all slots."""
     kv_tokens: int
     """How many tokens of KV cache fit, over all slots."""
+    one_batch: bool = False
+    """Its slots decode in one batch: serving one version more costs nothing but its slot."""
     shares_trainer: bool = False
     """Its devices also train: it pauses, requests kept, while a step is computed."""
     decode: DecodeCost = DecodeCost()

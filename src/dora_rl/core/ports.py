@@ -9,6 +9,8 @@ runtime, the simulator and the tests are worlds; `drive` is the only loop there 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from dora_rl.core.commands import Command
@@ -78,4 +80,23 @@ class WeightSource(Protocol):
 
     def fingerprint(self, version: Version) -> Fingerprint:
         """What the version was published as."""
+        ...
+
+
+class PublishedFile(NamedTuple):
+    """A published version as a file, for an engine that reads files by itself."""
+
+    path: Path
+    """Safetensors."""
+    fingerprint: Fingerprint
+    """Proven on what lies in the file."""
+    adapter: bool
+    """It is a LoRA adapter, to be put over the base weights."""
+
+
+class WeightFiles(Protocol):
+    """Where such an engine takes published weights from."""
+
+    def hold(self, version: Version) -> AbstractContextManager[PublishedFile]:
+        """The file of a version, which stays there meanwhile; raises `VersionError` if it is not there."""
         ...

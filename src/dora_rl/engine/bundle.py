@@ -46,7 +46,8 @@ class MovedRequest(Record, frozen=True, kw_only=True):
     known: int
     parked: bool = False
     """It waits for its environment."""
-    kv_shape: KvShape
+    kv_shape: KvShape | None = None
+    """None where no KV comes along, and the request is prefilled again."""
     kv_digest: bool = False
     """The frame's digest covers the KV too."""
 

@@ -1,16 +1,38 @@
-"""Configuration of the built-in engine."""
+"""Configuration of a rollout engine."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from dora_rl.core.config import Config
 
 
+class VllmConfig(Config):
+    """Where `kind` is "vllm": what only vLLM has. It also goes by slots, max_requests, max_context and kv_bytes."""
+
+    enforce_eager: bool | None = None
+    """Compile nothing; unset: on a CPU, where compiling takes minutes."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Devices of one instance."""
+    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
+    """Share of a device's memory for weights and KV together; unset: the KV gets kv_bytes."""
+    block_size: int | None = Field(default=None, ge=1)
+    """Tokens in a block of vLLM's cache; unset: 32 on a CPU, elsewhere vLLM's own."""
+    move_kv: bool = True
+    """A request that moves takes its KV along, through a connector; otherwise it is prefilled again."""
+    prove: bool = True
+    """After each load, read the weights back from vLLM and compare them with what was published, bit by bit."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Any other of vLLM's engine arguments, by its name there."""
+
+
 class EngineConfig(Config):
     """One rollout engine."""
+
+    kind: Literal["builtin", "vllm"] = "builtin"
+    """`vllm` needs dora-rl[vllm]; with a LoRA adapter it serves K + 1 versions in one batch."""
 
     slots: int = Field(default=1, ge=1)
     """How many versions it can serve at once."""
@@ -34,3 +56,5 @@ class EngineConfig(Config):
     """Threads that compute; 0 takes as many as torch would."""
     kernels: Literal["auto", "native", "torch"] = "auto"
     """`native` compiles C++ kernels for this CPU; `torch` runs everywhere; `auto` takes the first that can be had."""
+    vllm: VllmConfig = VllmConfig()
+    """Where `kind` is "vllm"."""

@@ -37,15 +37,17 @@ from dora_rl.core.labels import Because, Cause, Label
 from dora_rl.core.nouns import Attempt, InstanceId, InstanceSpec, Nanoseconds, SlotId, TrajectoryId, Version
 from dora_rl.engine.batch import Batch, Flushed
 from dora_rl.engine.bundle import Bundle
+from dora_rl.engine.checks import check_request, reach, says_stop
 from dora_rl.engine.compute import Pass, Work, compute
 from dora_rl.engine.kv import KvCache, KvShape
 from dora_rl.engine.moving import pack, unpack
 from dora_rl.engine.requests import Finished, Request, StepOutput, StopReason, Tokens
 from dora_rl.engine.runner import runner_factory
-from dora_rl.engine.scheduler import Scheduler, Stats
+from dora_rl.engine.scheduler import Scheduler
 from dora_rl.engine.segments import Segments
 from dora_rl.engine.sequence import Sequence
 from dora_rl.engine.slots import Loading, Slot
+from dora_rl.engine.stats import Stats
 
 if TYPE_CHECKING:
     from dora_rl.core.ports import WeightSource
@@ -244,6 +246,15 @@ class Engine:
         return self._scheduler.stats
 
     @property
+    def accounts(self) -> list[TimeAccount]:
+        """Where each slot's time went: every slot decodes a batch of its own."""
+        return [slot.account for slot in self.slots]
+
+    def serving(self, slot: int) -> Version | None:
+        """The version in a slot."""
+        return self._slot(slot).version
+
+    @property
     def kv_tokens(self) -> int:
         """Tokens' worth of KV blocks in use."""
         return self._scheduler.kv_tokens
@@ -291,6 +302,7 @@ class Engine:
                 done = self._compute(slot, chunks[slot.index], steps)
                 work[slot.index] = done.work
                 self._look(slot, done.rows, done.ended)
+        self.stats.together = max(self.stats.together, len(work))
         end = self._clock()
         for slot in self.slots:
             self._account(slot, work.get(slot.index), start, end, bool(work))
@@ -380,12 +392,9 @@ class Engine:
     def _says_stop(self, sequence: Sequence, batch: Batch) -> bool:
         """The response's end contains one of the stop strings."""
         stops = sequence.request.sampling.stop
-        # A token may stand for less than a character, never for less than a byte.
-        reach = max(len(stop.encode()) for stop in stops) + 8
         pending = batch.history[sequence.row, : batch.fill[sequence.row]]
-        tail = np.concatenate([sequence.response, pending])[-reach:]
-        text = self._tokenizer.decode(tail.tolist())
-        return any(stop in text for stop in stops)
+        tail = np.concatenate([sequence.response, pending])[-reach(stops) :]
+        return says_stop(tail.tolist(), stops, self._tokenizer)
 
     def _report(self, sequence: Sequence, flushed: Flushed) -> None:
         if not len(flushed.tokens):
@@ -469,25 +478,7 @@ class Engine:
 
     def _check(self, request: Request) -> None:
         self._check_free(request)
-        request.sampling.check(self.vocab)
-        if request.sampling.stop and self._tokenizer is None:
-            raise PromptError("stop strings need a tokenizer, and this engine has none; use stop_ids")
-        tokens = request.prompt + request.response
-        if not request.prompt:
-            raise PromptError(f"the prompt of trajectory {request.trajectory} is empty")
-        if len(tokens) >= self.context:
-            raise PromptError(
-                f"trajectory {request.trajectory} has {len(tokens)} tokens, and the context of {self.context} "
-                "leaves none to generate"
-            )
-        if len(request.response) >= request.sampling.max_tokens:
-            raise PromptError(f"the response of trajectory {request.trajectory} already has max_tokens")
-        strange = next((token for token in tokens if not 0 <= token < self.vocab), None)
-        if strange is not None:
-            raise PromptError(
-                f"trajectory {request.trajectory} contains the token id {strange}, but the vocabulary ends at "
-                f"{self.vocab - 1}"
-            )
+        check_request(request, vocab=self.vocab, context=self.context, tokenizer=self._tokenizer)
         limit = min(len(request.prompt) + request.sampling.max_tokens, self.context)
         blocks = self._cache.shape.blocks(limit)
         if blocks > self._cache.count:

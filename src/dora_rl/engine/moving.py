@@ -60,7 +60,9 @@ def unpack(frame: Frame, slot: Slot, cache: KvCache, arrival: int, context: int)
             f"but slot {slot.index} serves {slot.version} ({slot.fingerprint[:12]})"
         )
     if moved.kv_shape != cache.shape:
-        raise BundleError(f"{name} has KV of the shape {tuple(moved.kv_shape)}, but here it is {tuple(cache.shape)}")
+        raise BundleError(
+            f"{name} has KV of the shape {tuple(moved.kv_shape or ())}, but here it is {tuple(cache.shape)}"
+        )
     blocks = cache.shape.blocks(moved.computed)
     length = len(request.prompt) + len(request.response)
     if len(frame.kv) != blocks * cache.shape.block_bytes or not 0 <= moved.computed < max(length, 1):

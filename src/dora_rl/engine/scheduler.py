@@ -17,7 +17,6 @@ Invariants:
 from __future__ import annotations
 
 from bisect import insort
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,6 +24,7 @@ import numpy as np
 from dora_rl.engine.batch import Flushed
 from dora_rl.engine.blocks import BlockPool
 from dora_rl.engine.prompts import PromptKey, SharedPrompts
+from dora_rl.engine.stats import Stats
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,24 +33,6 @@ if TYPE_CHECKING:
     from dora_rl.engine.config import EngineConfig
     from dora_rl.engine.kv import KvCache
     from dora_rl.engine.sequence import Sequence
-
-
-@dataclass(slots=True, kw_only=True)
-class Stats:
-    """What the engine has done so far, in tokens and times."""
-
-    decoded: int = 0
-    prefilled: int = 0
-    reprefilled: int = 0
-    """Tokens whose KV existed once and was computed again."""
-    shared: int = 0
-    """Prompt tokens that a sibling had already computed."""
-    preempted: int = 0
-    recomputed: int = 0
-    """Pre-emptions and moves whose KV had to be dropped, since host memory was full."""
-    copied_blocks: int = 0
-    exported: int = 0
-    imported: int = 0
 
 
 class Scheduler:

@@ -157,7 +157,7 @@ def _figures(witness: Witness) -> Iterator[Named]:
     yield Named("trajectories of one version", f"{witness.pure:,}")
     yield Named("  of mixed versions", f"{witness.mixed:,}")
     yield Named("  failed, with a reason", f"{witness.failed:,}")
-    yield Named("requests moved with their KV", f"{witness.arrived:,} of {witness.moved:,}")
+    yield Named("requests moved", f"{witness.arrived:,} of {witness.moved:,}")
     yield Named("requests begun again from their tokens", f"{witness.resumed:,}")
     yield Named("  tokens prefilled for that", f"{witness.prefilled:,}")
     yield Named("instances lost", f"{witness.instances_lost:,}")

@@ -67,6 +67,20 @@ def load(config: ModelConfig) -> LoadedModel:
     return LoadedModel(model, load_tokenizer(config))
 
 
+def linear_modules(config: ModelConfig) -> tuple[str, ...]:
+    """The last names of all linear layers but the output embeddings; no weights are read for it."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    make: Any = AutoModelForCausalLM  # untyped
+    with torch.device("meta"):
+        settings = AutoConfig.from_pretrained(**_source(config.path), trust_remote_code=False)
+        model = make.from_config(settings, trust_remote_code=False)
+    head = model.get_output_embeddings()
+    linear = [name for name, one in model.named_modules() if isinstance(one, torch.nn.Linear) and one is not head]
+    return tuple(sorted({name.rpartition(".")[2] for name in linear}))
+
+
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase | None:
     """The tokenizer that stands beside the weights, if there is one."""
     from transformers import AutoTokenizer

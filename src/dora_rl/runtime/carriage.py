@@ -13,7 +13,7 @@ from dora_rl.core.nouns import TrajectoryId
 
 if TYPE_CHECKING:
     from dora_rl.engine.bundle import Bundle
-    from dora_rl.engine.engine import Engine
+    from dora_rl.engine.port import RolloutEngine
     from dora_rl.runtime.config import RunConfig
     from dora_rl.runtime.messages import Start
     from dora_rl.runtime.source import Leasing
@@ -31,7 +31,7 @@ class Carriage(Protocol):
         """The published versions."""
         ...
 
-    def export(self, engine: Engine, trajectories: Iterable[TrajectoryId]) -> str:
+    def export(self, engine: RolloutEngine, trajectories: Iterable[TrajectoryId]) -> str:
         """Requests leave the engine, to be fetched under this name."""
         ...
 
@@ -50,7 +50,7 @@ class LocalCarriage:
 
         return RunFolder.open(start.folder).store(config)
 
-    def export(self, engine: Engine, trajectories: Iterable[TrajectoryId]) -> str:
+    def export(self, engine: RolloutEngine, trajectories: Iterable[TrajectoryId]) -> str:
         return engine.export(trajectories).name
 
     def fetch(self, name: str) -> Bundle:

@@ -146,6 +146,8 @@ class RunConfig(Config):
             raise ValueError("'trainer.temperature' follows 'sampling.temperature'; leave it out")
         if not self.reward.functions and self.environment.kind is None:
             raise ValueError("'reward.functions' is empty: name what a response is worth, for instance [\"exact\"]")
+        if self.rollout.engine.kind == "vllm" and self.control.mode == "partial":
+            raise ValueError("'control.mode' can't be 'partial' with vLLM, which would change weights under old KV")
         if self.evaluation.every and self.environment.kind is not None:
             raise ValueError("'evaluation.every' must be 0 with an environment: held-out prompts have one turn")
         return self

@@ -22,16 +22,14 @@ from dora_rl.core import commands as c
 from dora_rl.core.errors import RequestError
 from dora_rl.core.events import AnyEvent, Parked, TrajectoryFailed
 from dora_rl.core.nouns import Nanoseconds
-from dora_rl.engine.engine import Engine
 from dora_rl.engine.requests import StepOutput, Tokens
 from dora_rl.engine.requests import StopReason as EngineStop
-from dora_rl.models.loading import load
 from dora_rl.runtime import messages as m
 from dora_rl.runtime.carriage import Carriage
 from dora_rl.runtime.channel import Channel
+from dora_rl.runtime.engines import make_engine
 from dora_rl.runtime.folder import parse
 from dora_rl.runtime.heart import beat
-from dora_rl.runtime.source import StoreWeights
 
 _GATHER = 0.03
 """Seconds for which reports are gathered when nothing hangs on them."""
@@ -54,23 +52,14 @@ class Instance:
         self._origin = start.origin
         self._mixes = config.control.mode == "partial"
         self._heartbeat = config.rollout.heartbeat_seconds
-        loaded = load(config.model)
-        source = StoreWeights(carriage.weights(start, config), loaded.model, config.trainer.lora)
-        self._engine = Engine(
-            loaded.model,
-            source,
-            config.rollout.engine,
-            tokenizer=loaded.tokenizer,
-            instance=start.name,
-            clock=self._now,
-        )
-        self._engine.set_threads(start.threads)
+        weights = carriage.weights(start, config)
+        self._engine = make_engine(config, weights, start.name, start.threads, self._now)
         self._said: list[m.Said] = []
         self._ended: list[m.Ended] = []
         self._events: list[AnyEvent] = []
         self._reported = time.monotonic()
         self._beat = 0.0
-        self._windows = [slot.account.born for slot in self._engine.slots]
+        self._windows = [account.born for account in self._engine.accounts]
 
     def serve(self, messages: list[m.ToProcess]) -> None:
         """Until told to stop, or alone."""
@@ -135,7 +124,7 @@ class Instance:
                 raise AssertionError(f"not for an instance: {command}")
 
     def _submit(self, message: m.Submit) -> None:
-        version = self._engine.slots[message.slot].version
+        version = self._engine.serving(message.slot)
         for request in message.requests:
             try:
                 # In mode `partial` a request takes whatever its slot serves by now.
@@ -215,8 +204,8 @@ class Instance:
     def _account(self) -> None:
         """Where the slots' time went since the last time."""
         now = self._now()
-        for slot in self._engine.slots:
-            slot.account.settle(now)
+        for slot, account in enumerate(self._engine.accounts):
+            account.settle(now)
             shares = tuple(
                 m.Share(
                     label=activity.label.value,
@@ -224,11 +213,11 @@ class Instance:
                     cause="" if activity.cause is None else activity.cause.because.value,
                     spent=spent,
                 )
-                for activity, spent in slot.account.totals.items()
+                for activity, spent in account.totals.items()
             )
-            slot.account.totals.clear()  # each version has totals of its own: kept, they would grow with the run
-            self._channel.send(m.Spent(slot=slot.index, start=self._windows[slot.index], end=now, shares=shares))
-            self._windows[slot.index] = now
+            account.totals.clear()  # each version has totals of its own: kept, they would grow with the run
+            self._channel.send(m.Spent(slot=slot, start=self._windows[slot], end=now, shares=shares))
+            self._windows[slot] = now
         self._channel.send(m.Counted(figures=dataclasses.asdict(self._engine.stats)))
 
     def _now(self) -> Nanoseconds:

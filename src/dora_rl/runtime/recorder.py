@@ -45,7 +45,7 @@ class Recorder:
         """Slot time by label, idle time by `idle: cause`, over the whole run."""
         self._step_time: Counter[str] = Counter()
         self.moved = 0
-        """Requests that arrived with their KV."""
+        """Requests that arrived."""
         self._step_moved = 0
         self.counted: dict[str, dict[str, int]] = {}
         self._reprefilled = 0
@@ -96,6 +96,7 @@ class Recorder:
                 "throughput/tokens_per_second": figures["batch/response_tokens"] / max(seconds, 1e-9),
                 "rollout/occupancy": self._share(_WORK) / slot_time,
                 "rollout/live_versions": float(live),
+                "rollout/versions_together": float(self._together()),
                 "rollout/migrations": float(self._step_moved),
                 "rollout/reprefilled_tokens": float(self._reprefilled_since()),
                 "rollout/failed_trajectories": float(verdicts),
@@ -173,6 +174,10 @@ class Recorder:
         before = self._reprefilled
         self._reprefilled = sum(figures.get("reprefilled", 0) for figures in self.counted.values())
         return self._reprefilled - before
+
+    def _together(self) -> int:
+        """Most versions that computed in one step of an instance, so far."""
+        return max((figures.get("together", 0) for figures in self.counted.values()), default=0)
 
     def _share(self, labels: set[str]) -> int:
         return sum(self._step_time[label] for label in labels)

@@ -6,11 +6,14 @@ be pulled from under it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any, Protocol, Self
 
 from dora_rl.core.errors import StoreError, VersionError
 from dora_rl.core.nouns import Fingerprint, Version
+from dora_rl.core.ports import PublishedFile
 from dora_rl.trainer.config import LoraConfig
 from dora_rl.weights.store import Manifest
 
@@ -25,6 +28,10 @@ class Leased(Protocol):
     def tensors(self) -> dict[str, Any]: ...
 
     def prove(self, served: dict[str, Any]) -> Fingerprint: ...
+
+    def file(self) -> AbstractContextManager[Path]:
+        """It as a safetensors file, for those who read files by themselves."""
+        ...
 
     def __enter__(self) -> Self: ...
 
@@ -51,20 +58,14 @@ class StoreWeights:
 
     def tensors(self, version: Version) -> Mapping[str, Any]:
         """The tensors of a version."""
-        with self._lease(version) as lease:
+        with _lease(self._store, version) as lease:
             tensors = lease.tensors()
             return self._merge(tensors) if lease.manifest.adapter else tensors
 
     def fingerprint(self, version: Version) -> Fingerprint:
         """Proven on what lies in the store, not read from its label."""
-        with self._lease(version) as lease:
+        with _lease(self._store, version) as lease:
             return lease.prove(lease.tensors())
-
-    def _lease(self, version: Version) -> Leased:
-        try:
-            return self._store.lease(version)
-        except StoreError as error:
-            raise VersionError(str(error)) from error
 
     def _merge(self, adapter: Mapping[str, Any]) -> dict[str, Any]:
         assert self._lora is not None, "an adapter was published, but the run trains all weights"
@@ -76,3 +77,23 @@ class StoreWeights:
                 target = name.removeprefix(_PREFIX).removesuffix(".lora_A.weight") + ".weight"
                 merged[target] = merged[target] + (b @ a).to(merged[target].dtype) * scale
         return merged
+
+
+class StoreFiles:
+    """Published versions as the source of an engine that reads files by itself."""
+
+    def __init__(self, store: Leasing) -> None:
+        self._store = store
+
+    @contextmanager
+    def hold(self, version: Version) -> Iterator[PublishedFile]:
+        """The file of a version, leased meanwhile and proven."""
+        with _lease(self._store, version) as lease, lease.file() as path:
+            yield PublishedFile(path, lease.prove(lease.tensors()), lease.manifest.adapter)
+
+
+def _lease(store: Leasing, version: Version) -> Leased:
+    try:
+        return store.lease(version)
+    except StoreError as error:
+        raise VersionError(str(error)) from error

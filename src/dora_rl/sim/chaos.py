@@ -42,6 +42,7 @@ class ChaosPlan:
     max_requests: int
     prompts: int
     faults: int
+    one_batch: bool = False
     shares_trainer: bool = False
     tools: bool = False
     kv_tokens: int = 1 << 20
@@ -168,6 +169,7 @@ class ChaosWorld:
             slots=self.plan.slots,
             max_requests=self.plan.max_requests,
             kv_tokens=self.plan.kv_tokens,
+            one_batch=self.plan.one_batch,
             shares_trainer=self.plan.shares_trainer and self._names % 2 == 0,
         )
         self.instances[spec.instance] = FakeInstance(spec, self)

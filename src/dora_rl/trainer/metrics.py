@@ -14,7 +14,19 @@ from dora_rl.core.nouns import StepId
 from dora_rl.core.trajectory import Group
 from dora_rl.trainer.moe import Routers
 
-SUMS = ("tokens", "loss", "entropy", "ratio", "clipped", "correction", "kl", "fresh_tokens", "mismatch_kl", "policy_kl")
+SUMS = (
+    "tokens",
+    "loss",
+    "entropy",
+    "ratio",
+    "clipped",
+    "correction",
+    "kl",
+    "fresh_tokens",
+    "mismatch_kl",
+    "mismatch_gap",
+    "policy_kl",
+)
 
 
 def of_groups(groups: Sequence[Group], step: StepId) -> dict[str, float]:
@@ -59,6 +71,7 @@ def of_tokens(sums: dict[str, float], max_ratio: float, denominator: int) -> dic
     if sums.get("fresh_tokens"):
         # Only where rollout and trainer hold the same version does their difference come from the engines alone.
         metrics["mismatch_kl"] = sums["mismatch_kl"] / sums["fresh_tokens"]
+        metrics["mismatch_gap"] = sums["mismatch_gap"] / sums["fresh_tokens"]
     return metrics
 
 

@@ -39,6 +39,8 @@ class MicroLoss(NamedTuple):
     """Sums over trained tokens, for metrics."""
     kl: Tensor
     """[S] sums over tokens of the estimated KL from the behaviour policy to the policy."""
+    gap: Tensor
+    """[S] sums over tokens of the distance between their log-probs."""
     max_ratio: Tensor
 
 
@@ -74,7 +76,8 @@ def micro_loss(
         loss = loss - config.entropy_coefficient * output.entropy
     weighted = loss * token_weights(config.averaging, tokens, config.constant_length or 1)
     per_sequence = sequence_sum(weighted, batch.sequence, len(batch.lengths))
-    gap = kl_estimate(batch.behaviour, output.logprobs.detach())
+    now = output.logprobs.detach()
+    divergence, gap = kl_estimate(batch.behaviour, now), (batch.behaviour - now).abs()
     sums |= {
         "loss": per_sequence.detach().sum(),
         "ratio": policy.ratio.sum(),
@@ -84,6 +87,7 @@ def micro_loss(
         total=per_sequence.sum(),
         finite=per_sequence.detach().isfinite(),
         sums=sums,
-        kl=sequence_sum(gap, batch.sequence, len(batch.lengths)),
+        kl=sequence_sum(divergence, batch.sequence, len(batch.lengths)),
+        gap=sequence_sum(gap, batch.sequence, len(batch.lengths)),
         max_ratio=policy.ratio.max(),
     )

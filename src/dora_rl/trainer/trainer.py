@@ -196,6 +196,7 @@ class Trainer:
         sums = loss.sums | {
             "policy_kl": loss.kl.sum(),
             "mismatch_kl": loss.kl[fresh].sum(),
+            "mismatch_gap": loss.gap[fresh].sum(),
             "fresh_tokens": batch.lengths[fresh].sum(),
         }
         for key, value in sums.items():

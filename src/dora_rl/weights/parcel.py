@@ -8,9 +8,13 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import tempfile
 import warnings
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,6 +48,14 @@ class Parcel:
     def prove(self, served: dict[str, Tensor]) -> Fingerprint:
         """The fingerprint of the tensors that an instance really serves; another than the published one is an error."""
         return prove(self.manifest, served)
+
+    @contextlib.contextmanager
+    def file(self) -> Iterator[Path]:
+        """The bytes as a file, which is there meanwhile."""
+        with tempfile.NamedTemporaryFile(suffix=".safetensors") as file:
+            file.write(self._data.data)
+            file.flush()
+            yield Path(file.name)
 
     def __enter__(self) -> Parcel:
         return self

@@ -70,6 +70,11 @@ class Lease:
         except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
             raise StoreError(f"version {self.manifest.version} is damaged: {error}") from error
 
+    @contextlib.contextmanager
+    def file(self) -> Iterator[Path]:
+        """The file, which stays as long as the lease."""
+        yield self._store.path(self.manifest.version).resolve()
+
     def prove(self, served: dict[str, Tensor]) -> Fingerprint:
         """The fingerprint of the tensors that an instance really serves; another than the published one is an error."""
         return prove(self.manifest, served)

@@ -25,7 +25,7 @@ from dora_rl.core.nouns import TrajectoryId, Version
 if TYPE_CHECKING:
     # Only for types: a judge need not wait for torch.
     from dora_rl.engine.bundle import Bundle
-    from dora_rl.engine.engine import Engine
+    from dora_rl.engine.port import RolloutEngine
     from dora_rl.runtime.config import RunConfig
     from dora_rl.runtime.messages import Start
     from dora_rl.weights.parcel import Parcel
@@ -94,7 +94,7 @@ class RayCarriage:
         except ray.exceptions.RayError as error:
             raise StoreError(f"version {version} did not come: {error}") from error
 
-    def export(self, engine: Engine, trajectories: Iterable[TrajectoryId]) -> str:
+    def export(self, engine: RolloutEngine, trajectories: Iterable[TrajectoryId]) -> str:
         """Requests leave as bytes, with digests over their KV."""
         name = f"bundle-{uuid4().hex}"
         data = np.frombuffer(engine.export(trajectories, shared=False).to_bytes(), dtype=np.uint8)

@@ -1,0 +1,42 @@
+"""Held-out accuracy of several models by the code of `dora-rl eval`, in one process.
+
+python -m benchmarks.held_out CONFIG MODEL... [--section.key value]...    # prints one line: ACCURACY {model: result}
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from dora_rl.apps.evaluate import Asked, _responses, summary
+from dora_rl.apps.train import assignments, read_config
+
+
+def accuracy(config_file: Path, models: list[str], settings: list[str]) -> dict[str, dict[str, Any]]:
+    """All models answer the same prompts with the same random numbers."""
+    config = read_config(config_file, settings)
+    source = config.evaluation.data
+    if source is not None:  # `dora-rl eval` asks what is held out of the data itself
+        count = source.params["count"]
+        params = {**config.data.params, **source.params, "count": count + 1}
+        source = source.model_copy(update={"held_out": count, "params": params})
+        config = config.model_copy(update={"data": source})
+    found = {}
+    for model in models:
+        asked = Asked(config, config_file.resolve().parent, model, 0, Path())
+        samples = config.evaluation.samples
+        found[model] = summary(_responses(asked, samples), config.evaluation.right, samples)
+    return found
+
+
+def main() -> None:
+    given = sys.argv[1:]
+    options = next((place for place, one in enumerate(given) if one.startswith("--")), len(given))
+    result = accuracy(Path(given[0]), given[1:options], assignments(given[options:]))
+    print("ACCURACY " + json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

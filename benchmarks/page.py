@@ -1,0 +1,328 @@
+"""Writes `docs/benchmarks.md` and its plots from the files under `results/` alone.
+
+python -m benchmarks.page    # make the page again without running anything
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from benchmarks import plots
+from benchmarks.curves import Band, draw
+from benchmarks.report import RESULTS
+from benchmarks.tables import prose, ratio_table, shares, span, table, target_table
+
+DOCS = Path(__file__).parent.parent / "docs"
+TITLES = {
+    "training": "Whole training runs against TRL",
+    "trl_async": "TRL's asynchronous GRPO",
+    "tails": "Our own modes over three tails of lengths",
+    "engine": "Engine against generate and vLLM",
+    "llama": "Engine against llama.cpp",
+    "trainer": "One update against TRL's; published to served",
+    "control": "Control plane",
+    "paper_table": "Deadline against proportional placement, simulated",
+    "reality": "Simulator against reality",
+    "scale": "Growth of costs",
+}
+Content = dict[str, Any]
+
+
+def write() -> None:
+    bench: Content = json.loads((RESULTS / "bench.json").read_text())
+    outcomes = {one["name"]: one for one in bench["parts"]}
+    parts = [_head(bench, outcomes)]
+    for name, title in TITLES.items():
+        outcome = outcomes.get(name, {"status": "not run", "reason": "it was not asked for"})
+        body = f"Not measured in this run: {outcome['reason']}."
+        if outcome["status"] in ("ok", "kept"):
+            content = json.loads((RESULTS / f"{name}.json").read_text())
+            body = SECTIONS[name](content)
+            if outcome["status"] == "kept":
+                body = f"Kept from an earlier measurement by its own command ({outcome['reason']}).\n\n{body}"
+        parts.append(f"## {title}\n{body}")
+    (DOCS / "benchmarks.md").write_text("\n\n".join(parts).rstrip() + "\n")
+
+
+def _head(bench: Content, outcomes: dict[str, Content]) -> str:
+    kind = "quick" if bench["quick"] else "full"
+    command = "make bench-quick" if bench["quick"] else "make bench"
+    only = f" (of its parts only: {', '.join(bench['only'])})" if bench["only"] else ""
+    packages = ", ".join(f"{name} {version}" for name, version in bench["packages"].items())
+    rows = [
+        "# Benchmarks",
+        prose(f"""
+                Written by `{command}`, never by hand. **From a {kind} run**{only} of {bench["started"]} at
+                commit {bench["commit"]}, {bench["seconds"] / 60:.0f} minutes; load of the machine when it began:
+                {bench["load at the start"]:.1f}.
+            """),
+        _loaded(bench),
+        prose(f"""
+                {bench["cores"]} cores of {bench["processor"]}, {bench["memory"]}, {bench["system"]}; Python
+                {bench["python"]}, {packages}.
+            """),
+        prose("""
+                Ratios are taken within interleaved repeats; in parentheses the lowest and the highest repeat.
+                `python -m benchmarks.bench --compare OLD NEW` says which ratios of another run lie outside. Raw
+                figures: [benchmarks/results](../benchmarks/results).
+            """),
+        table(
+            ["part", "outcome", "seconds", ""],
+            [[name, one["status"], f"{one['seconds']:.0f}", one["reason"]] for name, one in outcomes.items()],
+        ),
+    ]
+    return "\n\n".join(row for row in rows if row)
+
+
+def _loaded(bench: Content) -> str:
+    if bench["load at the start"] < 0.5:
+        return ""
+    return "Others were computing on the machine: speeds are lower bounds, and ratios are not to be relied on."
+
+
+# -- sections ---------------------------------------------------------------------------------------------------
+
+
+def _training(content: Content) -> str:
+    rows, settings = [], []
+    for name, job in content["jobs"].items():
+        repeats = job["repeats"]
+        ours, theirs = ([one[side] for one in repeats] for side in ("ours", "trl"))
+        first = repeats[0]["ours"]
+        rows.append(
+            [
+                f"{name} ({first['median']:.0f} / {first['p99']:.0f})",
+                span([one["tokens"] / one["seconds"] for one in ours], "{:,.0f}"),
+                span([one["tokens"] / one["seconds"] for one in theirs], "{:,.0f}"),
+                span([one["seconds"] / one["steps"] for one in ours], "{:.2f}"),
+                span([one["seconds"] / one["steps"] for one in theirs], "{:.2f}"),
+                _accuracy(ours),
+                _accuracy(theirs),
+                span([one["memory"] / 1e6 for one in ours], "{:,.0f}"),
+                span([one["memory"] / 1e6 for one in theirs], "{:,.0f}"),
+            ]
+        )
+        told = job["settings"] | {"held-out prompts": repeats[0]["prompts"]}
+        settings.append(f"- `{name}`: " + ", ".join(f"{key} {value}" for key, value in told.items()))
+    versions = next(iter(content["jobs"].values()))["repeats"][0]["trl"]["versions"]
+    columns = ["job (median / 99th percentile of tokens)", "tokens/s", "TRL's", "s a step", "TRL's"]
+    columns += ["accuracy", "TRL's", "MB", "TRL's"]
+    _training_plot(content)
+    return "\n\n".join(
+        [
+            prose("""
+                The same model, data, rewards, batch, lengths, learning rate, loss and threads. TRL generates with
+                `transformers`, its default. Clocks run from the first version to the last; imports, loading and
+                saving count for neither. Accuracy: held-out, start to end after equal steps, by the code of
+                `dora-rl eval` on the saved weights of both. Memory: peak of all processes together, shared pages
+                once.
+            """),
+            table(columns, rows),
+            ratio_table(content),
+            "\n".join(f"![{name}: accuracy](benchmarks-{name}.svg)" for name in content["jobs"]),
+            "TRL's environment: " + ", ".join(f"{name} {version}" for name, version in versions.items()) + ".",
+            "\n".join(settings),
+        ]
+    )
+
+
+def _accuracy(sides: list[Content]) -> str:
+    start = statistics.median(one["curve"][0][2] for one in sides)
+    return f"{start:.1%} to {span([one['curve'][-1][2] for one in sides], '{:.1%}')}"
+
+
+def _training_plot(content: Content) -> None:
+    for name, job in content["jobs"].items():
+        curves = {}
+        for side, label in (("ours", "dora-rl"), ("trl", "TRL")):
+            points = list(zip(*[one[side]["curve"] for one in job["repeats"]], strict=True))
+            y = [statistics.mean(point[2] for point in column) for column in points]
+            half = [(max(p[2] for p in column) - min(p[2] for p in column)) / 2 for column in points]
+            by_step = Band([column[0][0] for column in points], y, half)
+            by_second = Band([statistics.mean(p[1] for p in column) for column in points], y, half)
+            curves[label] = (by_step, by_second)
+        draw(DOCS / f"benchmarks-{name}.svg", curves, "held-out accuracy, mean and range over repeats")
+
+
+def _tails(content: Content) -> str:
+    parts = [
+        prose(f"""
+                `dora-rl train` on the quickstart's task, {content["steps"]} steps of {content["batch"]},
+                {content["instances"]} instances, learning switched off, so that every mode generates the same
+                responses to the same prompts. The bound is what a step must take: computing alone and tokens at
+                the engine's best rate, one after the other since they share the cores, or the longest
+                trajectory's time over K + 1.
+            """)
+    ]
+    groups: dict[str, dict[str, tuple[float, float, float]]] = {}
+    for tail, found in content["tails"].items():
+        rows = []
+        groups[tail] = {}
+        for variant in found["repeats"][0]:
+            some = [one[variant] for one in found["repeats"]]
+            rates = [one["tokens"] / one["seconds"] for one in some]
+            groups[tail][variant] = (statistics.median(rates), min(rates), max(rates))
+            steps = [one["seconds"] / one["steps"] for one in some]
+            over = [step / one["lower_bound"] for step, one in zip(steps, some, strict=True) if one["lower_bound"]]
+            rows.append(
+                [
+                    variant,
+                    span(rates, "{:,.0f}"),
+                    span([_rate(one[variant]) / _rate(one["sync"]) for one in found["repeats"]], "{:.2f}"),
+                    f"{statistics.median(steps):.3f}",
+                    f"{statistics.median(over):.2f}",
+                    f"{statistics.median(one['occupancy'] for one in some):.0%}",
+                    shares(some[0]["idle"]),
+                    shares(some[0]["staleness"], least=0.005),
+                ]
+            )
+        columns = ["mode", "tokens/s", "of sync", "s a step", "over bound", "occupancy", "slots idle", "staleness"]
+        about = f"median {found['median']:.0f} tokens, 99th percentile {found['p99']}, mean {found['mean']:.0f}"
+        parts.append(f"**{tail} tail**: {about}.\n\n{table(columns, rows)}")
+    ledger = [one["ledger"] / one["seconds"] for found in content["tails"].values() for one in _runs(found)]
+    parts.append(f"The ledger took {min(ledger):.1%} to {max(ledger):.1%} of the time of a core.")
+    plots.bars(DOCS / "benchmarks-tails.svg", "trained tokens/s by tail and mode", groups)
+    return "\n\n".join([*parts, "![tokens/s by mode and tail](benchmarks-tails.svg)"])
+
+
+def _runs(found: Content) -> list[Content]:
+    return [one for cells in found["repeats"] for one in cells.values()]
+
+
+def _rate(one: Content) -> float:
+    return float(one["tokens"] / one["seconds"])
+
+
+def _reality(content: Content) -> str:
+    rows = [
+        [
+            cell["tail"],
+            cell["variant"],
+            f"{cell['tokens/s']:,.0f}",
+            f"{cell['predicted']:,.0f}",
+            f"{cell['error']:+.0%}",
+            f"{cell['occupancy']:.0%}",
+            f"{cell['predicted occupancy']:.0%}",
+            f"{cell['trainer busy']:.3f}",
+            f"{cell['predicted trainer busy']:.3f}",
+        ]
+        for cell in content["cells"]
+    ]
+    series: dict[str, list[tuple[float, float]]] = {}
+    for cell in content["cells"]:
+        series.setdefault(cell["tail"], []).append((cell["tokens/s"], cell["predicted"]))
+    plots.against(DOCS / "benchmarks-reality.svg", "trained tokens/s, predicted against found", series, 0.15)
+    roles = content["details"]["processor seconds by role in a short run"]
+    costs = ", ".join(f"{name} {_seconds(name, value)}" for name, value in content["costs"].items())
+    columns = ["tail", "mode", "tokens/s", "predicted", "error", "occupancy", "predicted", "trainer s", "predicted"]
+    return "\n\n".join(
+        [
+            prose("""
+                Every cell of the modes predicted by the production orchestrator on a virtual clock, from costs of
+                the parts measured alone on this machine and the lengths of the responses. Nothing is fitted to a
+                run. The simulator gives everybody devices of their own; here they are processes that share cores,
+                which `benchmarks/shared_cores.py` adds as the operating system does it. Aim: within 15%.
+            """),
+            prose(f"""
+                {content["within the aim"]} of {len(rows)} cells are within the aim; the median error is
+                {content["median |error|"]:.0%}.
+            """),
+            table(columns, rows),
+            "![predicted against found](benchmarks-reality.svg)",
+            f"Measured costs: {costs}.",
+            f"Processor time of a short run in mode dora by process: {shares(_parts_of(roles))}.",
+        ]
+    )
+
+
+def _parts_of(seconds: dict[str, float]) -> dict[str, float]:
+    whole = sum(seconds.values()) or 1.0
+    return {name: one / whole for name, one in seconds.items()}
+
+
+def _seconds(name: str, value: float) -> str:
+    if name.endswith("speed"):
+        return f"{value:.2f} times"
+    return f"{value * 1e3:.2f} ms" if value >= 1e-4 else f"{value * 1e6:.2f} us"
+
+
+def _scale(content: Content) -> str:
+    rows = [
+        [
+            one["what"],
+            one["along"],
+            f"{one['values'][0]} to {one['values'][-1]}",
+            f"{one['costs'][0]:.3g} to {one['costs'][-1]:.3g} {one['unit']}",
+            f"{one['exponent']:.2f} ± {one['error']:.2f}",
+        ]
+        for one in content["series"]
+    ]
+    series = {f"{one['what']} over {one['along']}": (one["values"], one["costs"]) for one in content["series"]}
+    plots.growth(DOCS / "benchmarks-scale.svg", "cost over growth, both relative to the first", series)
+    return "\n\n".join(
+        [
+            prose("""
+                Exponents of straight lines through logarithms, with their standard error: 0 does not grow, 1 grows
+                in proportion.
+            """),
+            table(["cost", "along", "from, to", "cost", "exponent"], rows),
+            "![growth](benchmarks-scale.svg)",
+        ]
+    )
+
+
+def _llama(content: Content) -> str:
+    check = content["check"]
+    trust = "are trusted" if check["trusted"] else "are **not** trusted"
+    theirs, own = "log-prob a token of its responses", "of the float32 model's own"
+    rows = [
+        [batch, span(content["ours"][batch], "{:.0f}"), span(content["llama.cpp"][batch], "{:.0f}")]
+        for batch in content["ours"]
+    ]
+    return "\n\n".join(
+        [
+            prose(f"""
+                SmolLM2-135M, {content["tokens"]} tokens after 16, temperature 1, {content["threads"]} threads,
+                llama-cpp-python {content["version"]}. llama.cpp computes with the 4-bit file that our float32
+                weights were expanded from. Its answers {trust}: the float32 model gives its likeliest responses
+                {statistics.fmean(check[theirs]):.2f} a token, and {statistics.fmean(check[own]):.2f} to its own;
+                the first {", ".join(map(str, check["first tokens that are the same"]))} tokens are the same.
+            """),
+            table(["batch", "tokens/s", "llama.cpp's"], rows),
+            ratio_table(content),
+        ]
+    )
+
+
+def _trl_async(content: Content) -> str:
+    return f"It ran unmodified: {content['seconds a step']:.1f} s a step over {len(content['steps'])} steps."
+
+
+def _trainer(content: Content) -> str:
+    published = [
+        f"- `{name}`: {one['bytes'] / 1e6:,.0f} MB published to served in {one['total_s'] * 1e3:.0f} ms, of which "
+        f"copying alone takes {one['copy_s'] * 1e3:.0f}"
+        for name, one in content["publish"].items()
+    ]
+    return f"{target_table(content)}\n\n" + "\n".join(published)
+
+
+SECTIONS = {
+    "training": _training,
+    "trl_async": _trl_async,
+    "tails": _tails,
+    "engine": target_table,
+    "llama": _llama,
+    "trainer": _trainer,
+    "control": target_table,
+    "paper_table": target_table,
+    "reality": _reality,
+    "scale": _scale,
+}
+
+
+if __name__ == "__main__":
+    write()

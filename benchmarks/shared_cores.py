@@ -1,0 +1,229 @@
+"""The simulator's world on a machine whose processes share its cores.
+
+The simulator gives every instance and the trainer devices of their own. On a CPU they are processes on the same cores,
+so this world slows them down by what the operating system gives them, and nothing else is changed: the orchestrator,
+the instances' batching and the trainer are those of `dora_rl.sim`.
+
+- The supervisor takes what the tokens that are being said cost it.
+- What is left is shared by weight, as Linux does it: instances are nicer than the trainer (`runtime.instance`), and a
+  level of niceness is worth a factor of 1.25. Nobody gets more cores than it has threads.
+- Threads are given out as the runtime does (`runtime.threads.share`); what more threads are worth is measured.
+- A call of the trainer keeps the speed with which it began.
+
+Every number in `Measured` is a time that `benchmarks.reality` takes on this machine with the parts alone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from dora_rl.control.orchestrator import Orchestrator
+from dora_rl.core import events as e
+from dora_rl.core.labels import Label
+from dora_rl.core.nouns import DecodeCost, InstanceSpec, Nanoseconds
+from dora_rl.core.ports import drive
+from dora_rl.runtime.threads import share
+from dora_rl.sim.config import SimConfig
+from dora_rl.sim.costs import Costs
+from dora_rl.sim.instance import SimInstance
+from dora_rl.sim.run import Meter, Result, Variant
+from dora_rl.sim.workload import Source
+
+MODESTY = 5
+"""Levels by which an instance is nicer than the trainer: `runtime.instance`, which would bring torch here."""
+_WEIGHT = 1.25**-MODESTY
+"""Of an instance, if the trainer's is 1."""
+_ROUNDS = 8
+_NEVER = dict.fromkeys(("load", "move", "score", "tool", "heartbeat", "train", "stall"), 1e7)
+"""Nothing fails here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Seconds, of one core unless said otherwise."""
+
+    step_base: float
+    """Of a decode step, whatever its batch."""
+    per_request: float
+    per_token: float
+    """Of context."""
+    per_said: float
+    """Of the supervisor and the judges, for each token that is generated."""
+    train_call: float
+    """Of a call of the trainer with finished groups."""
+    train_token: float
+    apply: float
+    durable: float
+    """From an event to its being on disk; nobody computes meanwhile."""
+    score: float
+    """From the end of a response to its reward."""
+    publish: float
+    load: float
+    move: float
+    """Of a bundle of requests."""
+    decode_speed: float
+    """Of an instance with all cores to itself, times that with one."""
+    train_speed: float
+    """Of the trainer, the same."""
+
+
+class MeasuredCosts(Costs):
+    """The simulator's costs; a call of the trainer has a fixed part."""
+
+    def __init__(self, config: SimConfig, measured: Measured, world: SharedCores) -> None:
+        super().__init__(config)
+        self._measured = measured
+        self._world = world
+
+    def train(self, tokens: int, devices: int) -> float:
+        del devices
+        return (self._measured.train_call + self._measured.train_token * tokens) / self._world.trainer_speed()
+
+
+class SharedInstance(SimInstance):
+    """An instance that has a part of a core."""
+
+    speed = 1.0
+    _rest = 0.0
+    """Of a nanosecond, worked and not yet counted: others' changes may come every few nanoseconds."""
+
+    def advance(self, now: Nanoseconds) -> None:
+        whole, self._rest = divmod((now - self._since) * self.speed + self._rest, 1.0)
+        self._since = now - int(whole)
+        super().advance(now)
+
+    def next_wake(self) -> Nanoseconds | None:
+        wake = super().next_wake()
+        if wake is None or self._stall_end is not None:
+            return wake
+        return self._since + math.ceil((wake - self._since) / self.speed)
+
+    @property
+    def works(self) -> bool:
+        return bool(self._active) and not self.paused
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second, were a core its own."""
+        return self._active / self._pace()[0]
+
+
+class InOrder(Source):
+    """A trace in its own order, since the run that it predicts had the same prompts in the same order."""
+
+    def _trace_group(self, prompt: int) -> int:
+        assert self._groups is not None
+        return prompt % len(self._groups)
+
+
+class SharedCores(Meter):
+    """Instances and a trainer on so many cores."""
+
+    def __init__(self, config: SimConfig, measured: Measured, cores: int) -> None:
+        self._cores = cores
+        self._measured = measured
+        super().__init__(config, "disaggregated", keep_segments=False, progress=None)
+        self.costs = MeasuredCosts(config, measured, self)
+        control = config.control
+        self.source = InOrder(config.workload, control.group_size, control.max_response_tokens, config.seed)
+
+    def _add_instance(self, number: int, *, shares_trainer: bool, keep_segments: bool) -> None:
+        rollout = self.config.rollout
+        spec = InstanceSpec(
+            instance=f"i{number}",
+            slots=rollout.slots,
+            max_requests=rollout.max_requests,
+            kv_tokens=self.costs.kv_tokens,
+            shares_trainer=shares_trainer,
+            decode=DecodeCost(),  # an engine does not know its costs when it joins
+        )
+        self.instances[spec.instance] = SharedInstance(spec, self.costs, self.now, keep_segments=keep_segments)
+        self._events.append(e.InstanceJoined(spec=spec))
+
+    def trainer_speed(self) -> float:
+        """Of a call that begins now."""
+        return self._speeds(training=True)[0]
+
+    def _schedule_dirty(self) -> None:
+        training = self.trainer.current.label in (Label.TRAIN, Label.PUBLISH)
+        _, speed = self._speeds(training=training)
+        for instance in self._shared():
+            if instance.speed != speed:
+                self._touch(instance)
+                instance.speed = speed
+        super()._schedule_dirty()
+
+    def _speeds(self, *, training: bool) -> tuple[float, float]:
+        """Of the trainer and of each instance that works, as the cores are shared now."""
+        working = [instance for instance in self._shared() if instance.works]
+        threads = share(self._cores, len(working), trainer_busy=training)
+        said = self._measured.per_said * sum(instance.rate for instance in working)
+        trainer, each = 0.0, 1.0
+        for _ in range(_ROUNDS):  # what the supervisor takes depends on what it leaves
+            left = self._cores - min(1.0, said * each)
+            if training:
+                trainer = min(threads.trainer, left / (1 + _WEIGHT * len(working)))
+            each = min(threads.instance, (left - trainer) / max(1, len(working)))
+        return (
+            self._worth(threads.trainer, self._measured.train_speed) * trainer / threads.trainer,
+            self._worth(threads.instance, self._measured.decode_speed) * each / threads.instance,
+        )
+
+    def _worth(self, threads: int, of_all: float) -> float:
+        """Speed with so many threads, on the line between one and all."""
+        if self._cores == 1:
+            return 1.0
+        return 1.0 + (of_all - 1.0) * (threads - 1) / (self._cores - 1)
+
+    def _shared(self) -> list[SharedInstance]:
+        return [instance for instance in self.instances.values() if isinstance(instance, SharedInstance)]
+
+
+def sim_config(control: dict[str, Any], engine: dict[str, Any], instances: int, trace: str, m: Measured) -> SimConfig:
+    """The simulator's config for which its cost model gives the measured costs.
+
+    A token of context is one byte, and weights weigh nothing, so that rates are times turned upside down.
+    """
+    unit = 1e9
+    return SimConfig.model_validate(
+        {
+            "devices": instances + 1,
+            "trainer_devices": 1,
+            "steps": control["steps"],
+            "warmup_steps": 0,
+            "control": control | {"deadlines": _NEVER},
+            "hardware": {
+                "flops": 2 * unit / m.per_request,
+                "memory_bytes": engine["kv_tokens"] + 1.0,
+                "memory_bandwidth": 1.0 / m.per_token,
+                "link_bandwidth": 1e30,
+                "host_bandwidth": 1e30,
+            },
+            "model": {"parameters": unit, "bytes_per_parameter": 1e-12, "kv_bytes_per_token": 1.0},
+            "rollout": {
+                "devices": 1,
+                "slots": engine["slots"],
+                "max_requests": engine["max_requests"],
+                "memory_share": 1.0,
+                "bandwidth_efficiency": 1.0,
+                "compute_efficiency": 1.0,
+                "step_overhead": m.step_base,
+                "load_overhead": m.load,
+                "move_overhead": m.move,
+            },
+            "trainer": {"utilisation": 1.0, "fixed_seconds": m.apply + m.durable, "publish_seconds": m.publish},
+            "workload": {"trace": trace, "prompt_tokens": 7, "reward_seconds": m.score},
+        }
+    )
+
+
+def predict(config: SimConfig, measured: Measured, cores: int, heartbeat: float) -> Result:
+    """The orchestrator of production against this world, whose instances say so often how far they are."""
+    often = config.control.model_copy(update={"rebalance_seconds": heartbeat})
+    world = SharedCores(config.model_copy(update={"control": often}), measured, cores)
+    drive(Orchestrator(config.control), world)
+    world.close()
+    variant = Variant(name=config.control.mode, mode=config.control.mode, staleness=config.control.max_staleness)
+    return world.result(variant, config.control, "disaggregated")

@@ -1,0 +1,155 @@
+"""KV that moves between instances: a connector of vLLM's own kind, which takes it out and puts it in.
+
+    leave    the engine asks for a request's KV and withdraws the request; vLLM tells the connector before it frees the
+             blocks, and they are copied to the host
+    arrive   the engine hands in the KV with the request; vLLM asks the connector how many tokens of it are there, gives
+             it blocks, and has it fill them before the forward pass
+
+Invariants:
+- blocks are copied whole, in the order of their tokens; what the scheduler says is computed is what is taken, so a
+  request that was pre-empted leaves without KV;
+- vLLM's scheduler and worker are in this process (one device), so nothing of it crosses a process here; the bundle that
+  a request travels in does, as plain bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from dora_rl.engine.kv import KvShape
+
+
+class Kv(NamedTuple):
+    """The KV of the first tokens of a request."""
+
+    blocks: Tensor
+    """[layers, blocks, ...], on the host"""
+    tokens: int
+
+
+class Transit:
+    """What the engine and the connector hand each other."""
+
+    def __init__(self) -> None:
+        self.wanted: set[str] = set()
+        """Requests whose KV is asked for, by vLLM's names."""
+        self.left: dict[str, Kv] = {}
+        """KV of those that have left."""
+        self.arriving: dict[str, Kv] = {}
+        """KV of those that have come, until it is in place."""
+        self.caches: list[Tensor] = []
+        """Of the layers, each with its blocks in the first dimension."""
+
+    def shape(self) -> KvShape:
+        """What a token's KV looks like here."""
+        blocks = self.caches[0]
+        heads, size, width = blocks.shape[1:]
+        return KvShape(len(self.caches), heads, width, size, str(blocks.dtype).removeprefix("torch."))
+
+    def read(self, memory: memoryview, blocks: int) -> Tensor:
+        """KV that lies in a bundle, as a tensor over its memory."""
+        first = self.caches[0]
+        flat = torch.frombuffer(memory, dtype=torch.uint8)
+        return flat.view(first.dtype).view(len(self.caches), blocks, *first.shape[1:])
+
+
+TRANSIT = Transit()
+"""Of the one engine in this process: vLLM makes its connectors itself, so they meet here."""
+
+
+@dataclass
+class Loads(KVConnectorMetadata):  # type: ignore[misc]
+    """What a step has to put in place."""
+
+    loads: list[tuple[str, list[int], int]] = field(default_factory=list)
+    """Whose KV, into which blocks, from which of them on."""
+
+
+class Connector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """One for the scheduler and one for the worker."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        self._size: int = vllm_config.cache_config.block_size
+        self._loads: dict[str, tuple[str, list[int], int]] = {}
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """KV that is not there is computed again."""
+        return False
+
+    # The scheduler's.
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """Tokens beyond those whose KV vLLM has itself."""
+        kv = TRANSIT.arriving.get(_name(request))
+        known = 0 if kv is None else min(kv.tokens, request.num_tokens - 1)
+        return max(0, known - num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """The blocks are there, to be filled in the next step."""
+        if num_external_tokens:
+            name = _name(request)
+            known = min(TRANSIT.arriving[name].tokens, request.num_tokens - 1)
+            first = (known - num_external_tokens) // self._size
+            self._loads[request.request_id] = (name, list(blocks.get_block_ids()[0]), first)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:  # noqa: ARG002
+        """What the step has to put in place."""
+        loads, self._loads = list(self._loads.values()), {}
+        return Loads(loads)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
+        """The last chance to take a request's KV."""
+        if request.request_id in TRANSIT.wanted:
+            TRANSIT.wanted.discard(request.request_id)
+            tokens = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
+            count = -(-tokens // self._size)
+            if 0 < count <= len(block_ids):
+                taken = torch.stack([cache[block_ids[:count]].to("cpu") for cache in TRANSIT.caches])
+                TRANSIT.left[request.request_id] = Kv(taken, tokens)
+        return False, None
+
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, None]:
+        """The same, where layers may be of several kinds; those with more than one are prefilled again."""
+        return self.request_finished(request, block_ids[0] if len(block_ids) == 1 else [])
+
+    # The worker's.
+
+    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
+        """The memory of the blocks."""
+        TRANSIT.caches = list(kv_caches.values())
+
+    def start_load_kv(self, forward_context: Any, **_: Any) -> None:  # noqa: ARG002
+        """Fill the blocks of those that have come."""
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, Loads)
+        for name, blocks, first in metadata.loads:
+            kv = TRANSIT.arriving[name]
+            target = blocks[first : kv.blocks.shape[1]]
+            for cache, source in zip(TRANSIT.caches, kv.blocks, strict=True):
+                cache[target] = source[first:].to(cache.device)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """All is in place before the first layer."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **_: Any) -> None:
+        """Nothing is saved on the way."""
+
+    def wait_for_save(self) -> None:
+        """Nothing is."""
+
+
+def _name(request: Any) -> str:
+    params = request.kv_transfer_params or {}
+    return str(params.get("dora_kv", ""))

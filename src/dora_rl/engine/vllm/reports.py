@@ -1,0 +1,80 @@
+"""What the engine has to tell: tokens before what follows from them, each with the version that it comes from."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from dora_rl.core.events import AnyEvent, Generated, Parked, TrajectoryFailed
+from dora_rl.core.nouns import InstanceId
+from dora_rl.engine.requests import Finished, StepOutput, StopReason, Tokens
+from dora_rl.engine.vllm.sequence import Sequence
+
+
+class Reports:
+    """Gathered until they are taken."""
+
+    def __init__(self, instance: InstanceId) -> None:
+        self._instance = instance
+        self._tokens: list[Tokens] = []
+        self._finished: list[Finished] = []
+        self.events: list[AnyEvent] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._tokens or self._finished or self.events)
+
+    def take(self) -> StepOutput:
+        """All that is there."""
+        output = StepOutput(tokens=tuple(self._tokens), finished=tuple(self._finished), events=tuple(self.events))
+        self._tokens, self._finished, self.events = [], [], []
+        return output
+
+    def flush(self, sequence: Sequence) -> None:
+        """What was sampled since the last time."""
+        count = sequence.said - sequence.reported
+        if not count:
+            return
+        request, sampling = sequence.request, sequence.request.sampling
+        logprobs = tuple(sequence.logprobs)
+        whole = sampling.top_p == 1 and not (sampling.top_k or sampling.min_p or sampling.logit_bias)
+        self._tokens.append(
+            Tokens(
+                trajectory=request.trajectory,
+                attempt=request.attempt,
+                version=request.version,
+                start=sequence.reported,
+                tokens=tuple(sequence.tokens[-count:]),
+                logprobs=logprobs,
+                # Where it is not the model's own, the distribution sampled from is all that vLLM tells of.
+                model_logprobs=logprobs if whole else (math.nan,) * count,
+            )
+        )
+        sequence.reported += count
+        del sequence.logprobs[:]
+
+    def ended(self, sequence: Sequence, reason: StopReason) -> None:
+        """A turn is over."""
+        self._finished.append(Finished(**_stamp(sequence), reason=reason, tokens=sequence.said))
+
+    def parked(self, sequence: Sequence, kv_tokens: int) -> None:
+        """It waits for its environment."""
+        request = sequence.request
+        self.events.append(Parked(trajectory=request.trajectory, attempt=request.attempt, kv_tokens=kv_tokens))
+
+    def generated(self, sequence: Sequence, kv_tokens: int) -> None:
+        """Its last token is there."""
+        stamp = _stamp(sequence)
+        self.events.append(Generated(**stamp, instance=self._instance, tokens=sequence.said, kv_tokens=kv_tokens))
+
+    def failed(self, sequence: Sequence, reason: str) -> None:
+        """It can't be finished."""
+        self.events.append(TrajectoryFailed(trajectory=sequence.request.trajectory, reason=reason))
+
+
+def _stamp(sequence: Sequence) -> dict[str, Any]:
+    return {
+        "trajectory": sequence.request.trajectory,
+        "attempt": sequence.request.attempt,
+        "version": sequence.request.version,
+        "fingerprint": sequence.fingerprint,
+    }

@@ -1,0 +1,151 @@
+"""How vLLM serves versions: one set of weights at a time, or an adapter for each over one base.
+
+Invariants:
+- a slot serves exactly the version that was loaded into it last, or none;
+- what was published is proven twice: the file by its fingerprint, and what vLLM computes with by comparing it with the
+  file (`prove`; of several devices each has only a part, and then the file alone is proven);
+- all weights are changed only while nothing runs, and forget vLLM's cache; adapters are named by their version, which
+  is part of the key of vLLM's cache, so they come and go while others run.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any, Protocol
+
+from dora_rl.core.errors import FingerprintError, SlotError
+from dora_rl.core.nouns import Fingerprint, Version
+from dora_rl.core.ports import PublishedFile, WeightFiles
+from dora_rl.engine.vllm.core import Core, Lora
+
+
+class Serving(Protocol):
+    """Versions in slots."""
+
+    slots: int
+
+    def load(self, slot: int, version: Version) -> Fingerprint:
+        """The slot serves the version when this returns; raises if it can't, and then the slot serves nothing."""
+        ...
+
+    def unload(self, slot: int) -> None:
+        """The slot serves nothing."""
+        ...
+
+    def adapter(self, slot: int) -> Any:
+        """What requests of this slot give to vLLM."""
+        ...
+
+
+def label(version: Version) -> str:
+    """What vLLM calls a version."""
+    return f"v{version}"
+
+
+class AllWeights:
+    """One slot, whose weights are replaced as a whole."""
+
+    slots = 1
+
+    def __init__(self, core: Core, files: WeightFiles, *, prove: bool) -> None:
+        self._core = core
+        self._files = files
+        self._prove = prove
+        self._folder = _folder()
+
+    def load(self, slot: int, version: Version) -> Fingerprint:  # noqa: ARG002 there is one
+        """All weights of the version."""
+        with self._files.hold(version) as file:
+            if file.adapter:
+                raise SlotError(f"version {version} is an adapter, but this run trains all weights")
+            staged = Path(self._folder.name) / label(version)
+            staged.mkdir(exist_ok=True)
+            link = _link(staged / "model.safetensors", file)
+            self._core.reload(str(staged), label(version))
+            if self._prove:
+                _agree(self._core.differs(str(link)), version)
+            link.unlink()
+            return file.fingerprint
+
+    def unload(self, slot: int) -> None:
+        """They stay in memory until the next ones come: nothing is asked of them meanwhile."""
+
+    def adapter(self, slot: int) -> Any:  # noqa: ARG002
+        """There is none."""
+        return None
+
+
+class Adapters:
+    """As many slots as adapters fit, in one batch over one base."""
+
+    def __init__(self, core: Core, files: WeightFiles, slots: int, lora: Lora, *, prove: bool) -> None:
+        self.slots = slots
+        self._core = core
+        self._files = files
+        self._lora = lora
+        self._prove = prove
+        self._folder = _folder()
+        self._adapters: list[Any] = [None] * slots
+
+    def load(self, slot: int, version: Version) -> Fingerprint:
+        """The adapter of the version, beside the others."""
+        self.unload(slot)
+        with self._files.hold(version) as file:
+            if not file.adapter:
+                raise SlotError(f"version {version} is a whole model, but this run trains an adapter")
+            staged = Path(self._folder.name) / label(version)
+            staged.mkdir(exist_ok=True)
+            link = _link(staged / "adapter_model.safetensors", file)
+            (staged / "adapter_config.json").write_text(json.dumps(self._settings()))
+            adapter = self._core.adapter(label(version), version + 1, str(staged))  # vLLM counts from 1
+            self._core.add_adapter(adapter)
+            self._adapters[slot] = adapter
+            try:
+                if self._prove:
+                    _agree(
+                        self._core.adapter_differs(str(link), version + 1, self._lora.alpha / self._lora.rank), version
+                    )
+            except FingerprintError:
+                self.unload(slot)
+                raise
+            return file.fingerprint
+
+    def unload(self, slot: int) -> None:
+        """Make room for another adapter."""
+        adapter = self._adapters[slot]
+        self._adapters[slot] = None
+        if adapter is not None:
+            self._core.remove_adapter(adapter.lora_int_id)
+
+    def adapter(self, slot: int) -> Any:
+        """The adapter in a slot."""
+        return self._adapters[slot]
+
+    def _settings(self) -> dict[str, Any]:
+        """As `peft` writes them beside an adapter."""
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "r": self._lora.rank,
+            "lora_alpha": self._lora.alpha,
+            "target_modules": list(self._lora.targets),
+            "bias": "none",
+        }
+
+
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """vLLM reads versions from folders, in which links lead to the published files."""
+    return tempfile.TemporaryDirectory(prefix="dora-rl-vllm-")
+
+
+def _link(path: Path, file: PublishedFile) -> Path:
+    path.unlink(missing_ok=True)
+    path.symlink_to(file.path)
+    return path
+
+
+def _agree(differing: str, version: Version) -> None:
+    if differing:
+        raise FingerprintError(f"vLLM serves something else than was published as version {version}: '{differing}'")

@@ -1,0 +1,247 @@
+"""What the tests see of vLLM, gathered in a process of its own: importing vLLM changes torch, and warns.
+
+argv: `weights` or `adapters`, and a folder to work in. Prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from dora_rl.core.errors import RequestError
+from dora_rl.core.events import AnyEvent, Generated, Parked, SlotLoaded, SlotLoadFailed
+from dora_rl.engine.config import EngineConfig
+from dora_rl.engine.requests import Request, Sampling, StepOutput
+from dora_rl.engine.vllm.core import Core, Lora
+from dora_rl.engine.vllm.engine import VllmEngine
+from dora_rl.engine.vllm.serving import Adapters, AllWeights, Serving
+from dora_rl.models.dtypes import spec
+from dora_rl.models.loading import ModelConfig, linear_modules
+from dora_rl.runtime.source import StoreFiles
+from dora_rl.weights.store import WeightStore
+
+VOCAB, RANK, ALPHA = 96, 8, 12
+GREEDY = Sampling(max_tokens=48, temperature=0.0)
+FREE = Sampling(max_tokens=48, temperature=0.7, top_p=0.9)
+PROMPT = tuple(range(5, 75))
+
+
+def tiny() -> Any:
+    """Two layers, tied embeddings, heads of 32: the least that vLLM's kernels take."""
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def publish(store: WeightStore, version: int, tensors: dict[str, Any], *, adapter: bool = False) -> str:
+    specs = [spec(name, tensor) for name, tensor in tensors.items()]
+    return store.publish(version, specs, list(tensors.values()), adapter=adapter)
+
+
+class Driver:
+    """An engine, and what it has said."""
+
+    def __init__(self, folder: Path, serve: Callable[[Core, StoreFiles], Serving], lora: Lora | None) -> None:
+        config = EngineConfig(kind="vllm", max_requests=8, max_context=256, kv_bytes=512 << 10, stream_every=8)
+        model = ModelConfig(path=str(folder / "model"))
+        self.store = WeightStore(folder / "weights", keep=99)
+        self.core = Core(model, config, slots=4, lora=lora, threads=1, seed=3)
+        self.engine = VllmEngine(self.core, serve(self.core, StoreFiles(self.store)), config)
+        self.said: dict[int, list[int]] = {}
+        self.logprobs: dict[int, list[float]] = {}
+        self.events: list[AnyEvent] = []
+
+    def take(self, output: StepOutput) -> None:
+        for part in output.tokens:
+            assert part.start == len(self.said.setdefault(part.trajectory, [])), "a gap, or a token twice"
+            self.said[part.trajectory] += part.tokens
+            self.logprobs.setdefault(part.trajectory, []).extend(part.logprobs)
+        self.events += output.events
+
+    def step(self, steps: int | None = None) -> list[AnyEvent]:
+        """So many steps, or until nothing is left to do; the events since."""
+        before = len(self.events)
+        while self.engine.busy and (steps is None or steps > 0):
+            self.take(self.engine.step())
+            steps = None if steps is None else steps - 1
+        return self.events[before:]
+
+    def load(self, slot: int, version: int) -> AnyEvent:
+        self.engine.load(slot, version)
+        (event,) = self.step()
+        return event
+
+    def submit(self, trajectory: int, version: int, slot: int = 0, sampling: Sampling = GREEDY, **more: Any) -> None:
+        self.said[trajectory] = []
+        request = Request(trajectory=trajectory, version=version, prompt=PROMPT, sampling=sampling, **more)
+        self.engine.submit(request, slot)
+
+
+@torch.no_grad()
+def gap(model: Any, said: list[int], logprobs: list[float], temperature: float = 1.0) -> float:
+    """The largest difference between what the engine said of its tokens and what the model says."""
+    logits = model(torch.tensor([[*PROMPT, *said]])).logits[0, len(PROMPT) - 1 : -1].float()
+    right = torch.log_softmax(logits / temperature, dim=-1).gather(1, torch.tensor(said)[:, None])[:, 0]
+    return float((right - torch.tensor(logprobs)).abs().max())
+
+
+@torch.no_grad()
+def likeliest(model: Any, count: int) -> list[int]:
+    tokens = list(PROMPT)
+    for _ in range(count):
+        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(PROMPT) :]
+
+
+def moved(driver: Driver, first: int, *, with_kv: bool) -> dict[str, Any]:
+    """A request that leaves in the middle and comes back into an empty cache."""
+    engine = driver.engine
+    transit = driver.core.transit
+    driver.submit(first, version=1)
+    driver.step(20)
+    driver.core.transit = transit if with_kv else None
+    bundle = engine.export([first])
+    driver.core.transit = transit
+    driver.take(engine.drain())
+    assert driver.core._engine.reset_prefix_cache()
+    before = engine.stats.reprefilled
+    arrived, errors = engine.import_(bundle, 0)
+    driver.step()
+    again = engine.stats.reprefilled - before
+    return {"arrived": arrived, "errors": list(map(str, errors)), "again": again, "said": driver.said[first]}
+
+
+def turns(driver: Driver) -> dict[str, Any]:
+    """A request that parks, is extended and ends."""
+    stop = driver.said[1][10]  # the likeliest token there, so the turn ends with its first appearance
+    driver.submit(90, version=1, sampling=Sampling(max_tokens=100, temperature=0.0, stop_ids=(stop,)), parks=True)
+    kinds = [type(event).__name__ for event in driver.step()]
+    first = len(driver.said[90])
+    driver.engine.extend(90, 0, [7, 8, 9])
+    driver.said[90] += [7, 8, 9]
+    kinds += [type(event).__name__ for event in driver.step()]
+    parked = isinstance(driver.events[-1], Parked)
+    if parked:
+        driver.engine.end(90, 0)
+        driver.take(driver.engine.drain())
+    return {"first": first, "kinds": kinds, "ended": isinstance(driver.events[-1], Generated)}
+
+
+def refused(driver: Driver) -> list[str]:
+    """Requests that can't be served."""
+    found = []
+    wrong: tuple[dict[str, Any], ...] = ({"prompt": ()}, {"prompt": (VOCAB,)}, {"prompt": (1,) * 300}, {"version": 7})
+    for number, more in enumerate(wrong):
+        given: dict[str, Any] = {"version": 1, "prompt": PROMPT} | more
+        try:
+            driver.engine.submit(Request(trajectory=200 + number, **given), 0)
+        except RequestError as error:
+            found.append(type(error).__name__)
+    return found
+
+
+def weights(folder: Path) -> dict[str, Any]:
+    """One set of weights at a time."""
+    model, other = tiny(), tiny()
+    for parameter in other.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(folder / "model")
+    store = WeightStore(folder / "weights", keep=99)
+    names = [name for name in model.state_dict() if name != "lm_head.weight"]
+    prints = [publish(store, v, {n: m.state_dict()[n] for n in names}) for v, m in enumerate((model, other))]
+    driver = Driver(folder, lambda core, files: AllWeights(core, files, prove=True), None)
+    result: dict[str, Any] = {"prints": prints, "loaded": []}
+    for version, one in enumerate((model, other)):
+        event = driver.load(0, version)
+        result["loaded"].append(event.fingerprint if isinstance(event, SlotLoaded) else str(event))
+        driver.submit(version, version)
+        driver.submit(10 + version, version, sampling=Sampling(max_tokens=48))
+        driver.step()
+        result.setdefault("greedy", []).append(driver.said[version] == likeliest(one, 48))
+        result.setdefault("gap", []).append(gap(one, driver.said[10 + version], driver.logprobs[10 + version]))
+    driver.submit(20, 1, sampling=Sampling(max_tokens=48, temperature=0.7))
+    driver.step()
+    result["warm_gap"] = gap(other, driver.said[20], driver.logprobs[20], 0.7)
+    driver.submit(21, 1, sampling=Sampling(max_tokens=48, top_k=1))
+    driver.step()
+    result["of_one"] = max(map(abs, driver.logprobs[21]))
+    result["moved"] = moved(driver, 30, with_kv=True)
+    result["prefilled"] = moved(driver, 31, with_kv=False)
+    result["unmoved"] = driver.said[1]
+    result["turns"] = turns(driver)
+    result["refused"] = refused(driver)
+    for trajectory in range(40, 56):
+        driver.submit(trajectory, 1, sampling=Sampling(max_tokens=150))
+    ends = sum(isinstance(event, Generated) for event in driver.step())
+    result["crowd"] = {"ends": ends, "preempted": driver.engine.stats.preempted, "kv": driver.core.kv_tokens}
+    result["missing"] = isinstance(driver.load(0, 5), SlotLoadFailed)
+    # vLLM is told to load, and keeps what it has.
+    driver.core._engine.collective_rpc("dora_reload", args=(str(folder / "model"),))
+    driver.core.reload = lambda folder, label: None  # type: ignore[method-assign]
+    event = driver.load(0, 1)
+    result["caught"] = event.reason if isinstance(event, SlotLoadFailed) else str(event)
+    return result
+
+
+def adapters(folder: Path) -> dict[str, Any]:
+    """An adapter for each version, in one batch."""
+    import peft
+
+    base = tiny()
+    base.save_pretrained(folder / "model")
+    settings = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear")
+    store = WeightStore(folder / "weights", keep=99)
+    models, prints = [], []
+    for version in range(4):
+        model = peft.get_peft_model(tiny(), settings)
+        torch.manual_seed(version)
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name and version:
+                parameter.data = 0.1 * torch.randn_like(parameter)
+        models.append(model.eval())
+        prints.append(publish(store, version, dict(peft.get_peft_model_state_dict(model)), adapter=True))
+    lora = Lora(RANK, ALPHA, linear_modules(ModelConfig(path=str(folder / "model"))))
+    driver = Driver(folder, lambda core, files: Adapters(core, files, 4, lora, prove=True), lora)
+    events = [driver.load(slot, slot) for slot in range(4)]
+    result: dict[str, Any] = {
+        "prints": prints,
+        "loaded": [event.fingerprint if isinstance(event, SlotLoaded) else str(event) for event in events],
+        "live": len(driver.core.adapters()),
+    }
+    for version in range(4):
+        driver.submit(version, version, version)
+        driver.submit(10 + version, version, version, sampling=Sampling(max_tokens=48))
+    driver.step(1)
+    result["together"] = driver.engine.running
+    ends = [event for event in driver.step() if isinstance(event, Generated)]
+    result["stamps"] = sorted((event.trajectory % 10, event.version, event.fingerprint) for event in ends)
+    result["greedy"] = [driver.said[v] == likeliest(models[v], 48) for v in range(4)]
+    result["gap"] = [gap(models[v], driver.said[10 + v], driver.logprobs[10 + v]) for v in range(4)]
+    driver.engine.unload(2)
+    result["left"] = sorted(driver.core.adapters())
+    driver.core.add_adapter = lambda adapter: None  # type: ignore[method-assign]  # nothing is loaded
+    event = driver.load(2, 2)
+    result["caught"] = event.reason if isinstance(event, SlotLoadFailed) else str(event)
+    return result
+
+
+if __name__ == "__main__":
+    gathered = {"weights": weights, "adapters": adapters}[sys.argv[1]](Path(sys.argv[2]))
+    sys.stdout.write("RESULT " + json.dumps(gathered) + "\n")

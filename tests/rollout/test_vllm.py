@@ -1,0 +1,155 @@
+"""Real vLLM behind the engine port, and whole runs with it. `make test-vllm` has what they need."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora_rl.engine.vllm.installed import version
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make test-vllm"),
+    pytest.mark.timeout(900),
+]
+
+
+def run(*arguments: str | Path) -> str:
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    done = subprocess.run(
+        [sys.executable, "-m", *map(str, arguments)], capture_output=True, text=True, cwd=ROOT, env=environment
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def gathered(kind: str, folder: Path) -> dict[str, Any]:
+    said = run("tests.rollout.program", kind, folder)
+    result: dict[str, Any] = json.loads(said[said.index("RESULT ") :].removeprefix("RESULT ").splitlines()[0])
+    return result
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return gathered("weights", tmp_path_factory.mktemp("weights"))
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return gathered("adapters", tmp_path_factory.mktemp("adapters"))
+
+
+def test_a_slot_serves_what_was_published_also_after_a_switch(weights: dict[str, Any]) -> None:
+    assert weights["loaded"] == weights["prints"]
+    assert weights["greedy"] == [True, True]
+    assert max(weights["gap"]) < 1e-3
+
+
+def test_logprobs_are_of_the_distribution_sampled_from(weights: dict[str, Any]) -> None:
+    assert weights["warm_gap"] < 1e-3, "of temperature 0.7"
+    assert weights["of_one"] == 0, "the only token left by top_k = 1 has the probability 1"
+
+
+def test_weights_that_vllm_did_not_take_are_noticed(weights: dict[str, Any], adapters: dict[str, Any]) -> None:
+    assert "something else than was published as version 1" in weights["caught"]
+    assert "something else than was published as version 2" in adapters["caught"]
+    assert weights["missing"], "a version that was never published"
+
+
+def test_a_moved_request_says_what_an_unmoved_one_does(weights: dict[str, Any]) -> None:
+    with_kv, without = weights["moved"], weights["prefilled"]
+    assert with_kv["said"] == without["said"] == weights["unmoved"]
+    assert not with_kv["errors"]
+    assert not without["errors"]
+
+
+def test_what_is_prefilled_again_is_counted(weights: dict[str, Any]) -> None:
+    assert weights["moved"]["again"] == 0
+    assert weights["prefilled"]["again"] == 70 + 20 - 1, "prompt and response, but the last token"
+
+
+def test_turns_park_and_go_on(weights: dict[str, Any]) -> None:
+    assert weights["turns"]["kinds"][0] == "Parked"
+    assert weights["turns"]["ended"]
+
+
+def test_bad_requests_are_refused(weights: dict[str, Any]) -> None:
+    assert weights["refused"] == ["PromptError"] * 3 + ["VersionError"]
+
+
+def test_more_requests_than_the_cache_holds_all_end(weights: dict[str, Any]) -> None:
+    assert weights["crowd"]["ends"] == 16
+    assert weights["crowd"]["preempted"] > 0, "and it is counted"
+
+
+def test_four_adapters_share_one_batch(adapters: dict[str, Any]) -> None:
+    assert adapters["loaded"] == adapters["prints"]
+    assert len(set(adapters["prints"])) == 4
+    assert adapters["live"] == 4
+    assert adapters["together"] == 8
+    assert adapters["greedy"] == [True] * 4
+    assert max(adapters["gap"]) < 1e-3
+    assert adapters["left"] == [1, 2, 4], "an unloaded one makes room"
+
+
+def test_every_response_carries_its_version(adapters: dict[str, Any]) -> None:
+    prints = adapters["prints"]
+    assert adapters["stamps"] == sorted([version % 10, version, prints[version]] for version in (0, 1, 2, 3) * 2)
+
+
+def train(folder: Path, name: str, *settings: str) -> list[dict[str, float]]:
+    """A short run of the quickstart's model, audited; its figures."""
+    common = {
+        "control.groups_per_step": 4,
+        "control.group_size": 4,
+        "control.max_response_tokens": 160,
+        "rollout.engine.kind": "vllm",
+        "rollout.engine.max_requests": 24,
+        "rollout.engine.max_context": 256,
+        "trainer.optimiser.schedule": "constant",
+        "evaluation.every": 0,
+        "logging.tensorboard": "false",
+    }
+    options = [part for key, value in common.items() for part in (f"--{key}", str(value))]
+    config = ROOT / "examples" / "quickstart" / "quickstart.toml"
+    run("dora_rl.apps.cli", "train", config, "--out", folder, "--name", name, *options, *settings)
+    audited = run("dora_rl.apps.cli", "audit", folder / name)
+    assert "kept: all promises" in audited
+    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_a_run_with_adapters_keeps_all_promises(tmp_path: Path) -> None:
+    one = (
+        "--rollout.instances",
+        "1",
+        "--trainer.lora.rank",
+        "8",
+        "--control.steps",
+        "5",
+        "--control.max_staleness",
+        "3",
+    )
+    figures = train(tmp_path, "adapters", *one)
+    assert len(figures) == 5
+    assert figures[-1]["rollout/versions_together"] >= 2
+    assert sum(one["rollout/migrations"] for one in figures) == 0, "every version has a slot of its own everywhere"
+    assert figures[0]["mismatch_kl"] == pytest.approx(0, abs=1e-4)
+
+
+def test_a_run_with_all_weights_on_two_instances_keeps_all_promises(tmp_path: Path) -> None:
+    two = ("--rollout.instances", "2", "--control.steps", "4", "--control.max_staleness", "2")
+    figures = train(tmp_path, "weights", *two)
+    assert len(figures) == 4
+    assert figures[0]["mismatch_kl"] == pytest.approx(0, abs=1e-4)
+
+
+def test_the_installed_version_is_supported() -> None:
+    assert version() is not None
