@@ -227,7 +227,8 @@ class ProcessWorld:
             seconds = min(seconds, due - time.monotonic())
         for process, said in parts.processes.wait(seconds):
             for message in said:
-                self._hearing.take(process, message)
+                if process.channel is not None:  # it may have been given up meanwhile, with what it said
+                    self._hearing.take(process, message)
             if process.channel is not None and process.channel.closed:
                 self._lost(process, process.said or "its process ended")
         self._release()
@@ -246,7 +247,8 @@ class ProcessWorld:
         self._doing.retire_again()
         self._scale()
         for process, reason in parts.processes.silent(self._deadlines.load, self._deadlines.heartbeat):
-            self._lost(process, reason)
+            if process.hosted is not None:  # ranks are lost together
+                self._lost(process, reason)
         if parts.ledger.trouble != self._troubled:
             self._troubled = parts.ledger.trouble
             if self._troubled:
