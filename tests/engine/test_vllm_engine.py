@@ -92,8 +92,8 @@ def engine(**settings: Any) -> tuple[VllmEngine, Script]:
 
 
 def request(trajectory: int, version: int = 5, **more: Any) -> Request:
-    sampling = Sampling(**{"max_tokens": 6, **more.pop("sampling", {})})
-    return Request(trajectory=trajectory, version=version, prompt=PROMPT, sampling=sampling, **more)
+    given: dict[str, Any] = {"max_tokens": 6, **more.pop("sampling", {})}
+    return Request(trajectory=trajectory, version=version, prompt=PROMPT, sampling=Sampling(**given), **more)
 
 
 def finish(made: VllmEngine) -> tuple[dict[int, list[int]], list[Any], list[StepOutput]]:
