@@ -58,10 +58,10 @@ def sound(frame: Frame, version: Version | None, fingerprint: Fingerprint) -> Mo
 
 def brought(moved: MovedRequest, frame: Frame, transit: Transit | None) -> Kv | None:
     """The KV that has come along, if it can be used here."""
+    if transit is None or moved.kv_shape is None or not moved.computed or moved.kv_shape != transit.shape():
+        return None
     from dora_rl.engine.vllm.connector import Kv
 
-    if transit is None or not moved.computed or moved.kv_shape != transit.shape():
-        return None
     blocks = moved.kv_shape.blocks(moved.computed)
     size = transit.caches[0][0].nbytes * len(transit.caches)
     length = len(moved.request.prompt) + len(moved.request.response)
