@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help setup format test test-vllm lint types check soak chaos fuzz soak-run quickstart smollm2 warm-start clean \
+.PHONY: help setup format test test-ray test-vllm lint types check soak chaos fuzz soak-run quickstart smollm2 warm-start clean \
 	bench bench-quick bench-control bench-engine bench-trainer bench-run bench-learning bench-cluster chaos-ray paper-table
 .DEFAULT_GOAL := help
 
@@ -37,7 +37,14 @@ soak: setup      ## run SCHEDULES random fault schedules (default 20000) from SE
 chaos: setup     ## run RUNS whole runs (default 100) of a small job with random faults from SEED, then audit each
 	$(BIN)/python -m tests.chaos_run --runs $(or $(RUNS),100) --seed $(or $(SEED),0)
 
-chaos-ray: setup ## run RUNS whole runs (default 10) on a three-node Ray cluster with random faults, node loss included
+test-ray: .venv/.ray  ## run the tests of the Ray runtime on a cluster of three nodes (some minutes)
+	$(BIN)/python -m pytest -m ray tests/runtime/test_cluster.py
+
+.venv/.ray: $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,ray]'
+	@touch $@
+
+chaos-ray: .venv/.ray ## run RUNS whole runs (default 10) on a three-node Ray cluster with random faults, node loss included
 	$(BIN)/python -m tests.chaos_ray --runs $(or $(RUNS),10) --seed $(or $(SEED),0)
 
 fuzz: setup      ## feed INPUTS damaged inputs (default 20000) to everything that parses
@@ -106,7 +113,7 @@ bench-run: setup      ## whole runs in all modes on two jobs: speed, occupancy, 
 bench-learning: setup ## held-out accuracy against steps and seconds in all modes, five seeds (about 40 minutes)
 	$(BIN)/python -m benchmarks.learning --seeds $(or $(SEEDS),5)
 
-bench-cluster: setup  ## the Ray runtime against the local one on one machine, its costs, and what they mean for larger clusters
+bench-cluster: .venv/.ray  ## the Ray runtime against the local one on one machine, its costs, and what they mean for larger clusters
 	$(BIN)/python -m benchmarks.cluster --repeats $(or $(REPEATS),3)
 	$(BIN)/python -m benchmarks.cluster --predict
 

@@ -149,6 +149,8 @@ class Soak:
         self.seconds = self.quiet + quiet * 60
         self.steps: list[tuple[float, int]] = []
         self.ended: list[dict[str, Any]] = []
+        self.fell: list[dict[str, Any]] = []
+        """What supervisors said that ended by themselves: such a run stands still until somebody resumes it."""
 
     def _settings(self) -> dict[str, Any]:
         return merged(
@@ -188,6 +190,9 @@ class Soak:
         next_fault = begin + 60
         while (now := time.monotonic()) < begin + self.seconds:
             self._sample(now - begin)
+            if not self.supervisor.alive():
+                self.fell.append(self.supervisor.wait())
+                self.supervisor = self.host.start(self.folder)
             if now >= next_fault and now < begin + self.quiet:
                 next_fault += 60
                 self._strike(next(faults))
@@ -277,6 +282,7 @@ def main() -> None:
         "together": {"megabytes": round(usual, 1), "megabytes_each_hour": _finite(growth), "curve": whole},
         "most_segments": max(soak.segments),
         "steps_each_hour": round(steps),
+        "fell": soak.fell,
         "left_behind": left,
         "audit": problems,
         "steps": audit.steps,
@@ -289,6 +295,7 @@ def main() -> None:
         at_most("left alone, growth of a process's memory an hour, share, less two errors", 0.05, worst_memory),
         at_most("left alone, growth of open descriptors an hour, less two errors", 1.0, worst_descriptors),
         at_most("left behind: processes, segments, descriptors, half-written files", 0, len(left)),
+        at_most("supervisors that ended by themselves", 0, len(soak.fell)),
         at_most("promises broken, by the audit", 0, len(problems)),
         at_most("share of the run's time spent on the ledger", 0.02, float(figures["ledger_share"].rstrip("%")) / 100),
     ]

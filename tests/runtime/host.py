@@ -44,7 +44,7 @@ class Forked:
 class ForkedNursery(Nursery):
     """A nursery without the seconds of importing; says whom it has forked."""
 
-    patience = 15.0
+    patience = 60.0  # the first is forked at once, one that replaces it must import everything
 
     def fork(self, link: socket.socket, log: IO[bytes]) -> int:
         pid = super().fork(link, log)

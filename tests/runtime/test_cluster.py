@@ -26,7 +26,7 @@ from tests.runtime.test_recovery import batches, same_weights
 
 # Ray's own files and sockets are closed when the interpreter gets to it.
 pytestmark = [
-    pytest.mark.xdist_group("ray"),
+    pytest.mark.ray,
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
