@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 setup: $(STAMP)  ## create .venv with everything that development needs
 
 test: setup      ## run all tests
-	$(BIN)/python -m pytest -n auto --reruns 1
+	$(BIN)/python -m pytest -n auto --reruns 2
 
 lint: setup      ## check format and lint
 	$(BIN)/ruff format --check src tests benchmarks examples

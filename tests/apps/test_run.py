@@ -87,7 +87,7 @@ def test_the_figures_of_a_resumed_run_are_of_the_whole_run(made_run: MadeRun) ->
     assert 0 in summary.staleness, "the first step was trained before the interrupt"
     assert sum(summary.failed.values()) == failed
     assert sum(summary.slots.values()) == pytest.approx(1)
-    assert 0 < summary.occupancy < 1
+    assert 0 <= summary.occupancy < 1  # so short a run may have no window of its own between first and last version
     assert summary.accuracy is not None
     assert summary.accuracy[1][0] == STEPS
     assert summary.policy is not None

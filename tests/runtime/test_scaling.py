@@ -26,7 +26,7 @@ def instances(folder: RunFolder) -> tuple[set[str], set[str]]:
 
 
 def test_instances_join_and_leave_in_mid_run(host: Host, base: Path) -> None:
-    steps = 14
+    steps = 50  # long enough to be looked at twice after the second change
     run = host.start(make_run(base, "scaled", settings(base, steps=steps)))
     assert wait_for_events(run, 15)
     assert scale(run.folder, 4) == 2
