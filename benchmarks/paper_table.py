@@ -137,7 +137,7 @@ def _targets(results: dict[tuple[str, int], Result]) -> list[Target]:
                 results[f"dora:proportional{split}", size].over_lower_bound
                 / results[f"dora{split}", size].over_lower_bound
             )
-            targets.append(at_least(f"proportional / deadline on {size}{split}", 1.0, round(ratio, 2)))
+            targets.append(at_least(f"proportional / deadline on {size}{split}", 1.0, ratio))
         elastic = _minutes(results["dora:elastic", size])
         targets.append(at_most(f"dora:elastic on {size}: minutes", ELASTIC_TARGET[size], elastic))
     return targets

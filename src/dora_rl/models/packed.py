@@ -68,11 +68,6 @@ def packed_attention(
     return joined.index_select(0, packed.outputs).unsqueeze(0), None
 
 
-def _gather(tensor: Tensor, rows: Tensor) -> Tensor:
-    """[N, H, D] to [b, H, L, D]."""
-    return tensor.index_select(0, rows.flatten()).view(*rows.shape, *tensor.shape[1:]).transpose(1, 2)
-
-
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, scaling: float | None, dropout: float, window: int | None, softcap: float | None
 ) -> Tensor:
