@@ -42,8 +42,8 @@ from dora_rl.weights.store import WeightStore
 CORES = os.cpu_count() or 1
 BATCHES = (1, 4, 16, 32, 64)
 CONTEXTS = (32, 256, 768)
-STEPS = 30
-"""Decode steps in one measurement."""
+CALLS = 10
+"""Of the engine in one measurement."""
 PROMPT = 7
 TICKS = 5
 """Of progress that `measure` tells of."""
@@ -172,10 +172,10 @@ def _decode_points(config: RunConfig, threads: int) -> dict[tuple[int, int], tup
             while not _all_decode(engine, batch):
                 pass
             took = []
-            for _ in range(STEPS):
-                begin = clock()
+            for _ in range(CALLS):  # a call may be several decode steps
+                decoded, begin = engine.stats.decoded, clock()
                 engine.step()
-                took.append(clock() - begin)
+                took.append((clock() - begin) * batch / (engine.stats.decoded - decoded))
             points[batch, context] = engine.progress().kv_tokens, statistics.median(took)
             for trajectory in range(number - batch, number):
                 engine.abort(trajectory, 0)

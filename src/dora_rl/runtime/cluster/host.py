@@ -4,12 +4,15 @@ Invariants:
 - an actor is never restarted by Ray: the supervisor does that, under a name of its own for each life;
 - a place keeps its placement group over its lives; if its node is lost, Ray finds another for it, and until then the
   process waits for room, which is no failure;
+- the groups of a supervisor that was killed go when the next one begins: Ray keeps them, and what they hold, until
+  whoever started the supervisor ends as well;
 - a process that could not be ended, since its node can't be reached, is heard by nobody; a trainer among them can't
   write beside the next one, which waits for the lock on the run's folder.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -17,9 +20,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from uuid import uuid4
 
 import ray
-from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import (
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dora_rl.core.nouns import Version
@@ -96,11 +105,14 @@ class RayHost:
         self._node: str = ray.get_runtime_context().get_node_id()
         self._here: str = ray.util.get_node_ip_address()
         self._groups: dict[str, Any] = {}
+        self._mine = f"dora-rl:{folder.path.resolve()}:"
+        self._life = uuid4().hex
         self._hosted: dict[str, Hosted] = {}
         self._wake: Callable[[], None] = lambda: None
         self._cores: dict[str, int] = {}
         """Of each node: what it gives to Ray, or what it has, if that is less."""
         self._door = Door(self._let_in)
+        self._clear()
 
     def begin_with(self, wake: Callable[[], None]) -> None:
         self._wake = wake
@@ -155,8 +167,16 @@ class RayHost:
         if place not in self._groups:
             pinned = role == "trainer" and not self._config.shared_folder
             where = {"bundle_label_selector": [{"ray.io/node-id": self._node}]} if pinned else {}
-            self._groups[place] = placement_group([need.bundle()], strategy="PACK", **where)
+            name = f"{self._mine}{place}:{self._life}"
+            self._groups[place] = placement_group([need.bundle()], strategy="PACK", name=name, **where)
         return self._groups[place]
+
+    def _clear(self) -> None:
+        """Remove what an earlier supervisor of this run has left."""
+        for one in placement_group_table().values():
+            if one["name"].startswith(self._mine) and one["state"] != "REMOVED":
+                with contextlib.suppress(ValueError):  # of another session, which Ray clears
+                    remove_placement_group(get_placement_group(one["name"]))
 
     def _forget(self, name: str) -> None:
         """Whoever comes under this name from now on comes too late."""
