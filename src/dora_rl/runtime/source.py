@@ -15,7 +15,7 @@ from dora_rl.core.errors import StoreError, VersionError
 from dora_rl.core.nouns import Fingerprint, Version
 from dora_rl.core.ports import PublishedFile
 from dora_rl.trainer.config import LoraConfig
-from dora_rl.weights.store import Manifest
+from dora_rl.weights.layout import Manifest
 
 _PREFIX = "base_model.model."
 

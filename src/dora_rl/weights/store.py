@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,7 +31,9 @@ from dora_rl.core.errors import FingerprintError, StoreError
 from dora_rl.core.nouns import Fingerprint, Version
 from dora_rl.core.ports import TensorSpec
 from dora_rl.models.dtypes import DTYPES
+from dora_rl.weights import layout
 from dora_rl.weights.fingerprint import combine, digest, fingerprint, raw
+from dora_rl.weights.layout import Manifest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,16 +42,6 @@ _NAME = re.compile(r"v(\d{8})\.safetensors")
 _ALIGNMENT = 64  # of the data: a cache line, so that mapped tensors are as good as allocated ones
 _UNSET = "0" * 64
 _STAGED = ".staged-"
-
-
-class Manifest(NamedTuple):
-    """What a published file says of itself."""
-
-    version: Version
-    fingerprint: Fingerprint
-    adapter: bool
-    """The tensors are a LoRA adapter, to be put over the base weights."""
-    bytes: int
 
 
 class Lease:
@@ -63,12 +55,13 @@ class Lease:
 
     def tensors(self) -> dict[str, Tensor]:
         """The weights, mapped from the store; they stay valid after the lease has ended."""
-        from safetensors import SafetensorError
-
+        version = self.manifest.version
         try:
-            return _mapped(self._store.path(self.manifest.version))
-        except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
-            raise StoreError(f"version {self.manifest.version} is damaged: {error}") from error
+            whole = _mapped(self._store.path(version))
+        except (OSError, RuntimeError) as error:
+            raise StoreError(f"version {version} can't be mapped: {error}") from error
+        end = layout.header_end(whole[:8].numpy().tobytes())
+        return layout.read(version, whole[:end].numpy().tobytes(), len(whole)).views(whole)
 
     @contextlib.contextmanager
     def file(self) -> Iterator[Path]:
@@ -154,14 +147,12 @@ class WeightStore:
         try:
             with self.path(version).open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                header = json.loads(file.read(min(size, int.from_bytes(file.read(8), "little"))))
-            said = header["__metadata__"]
-            return Manifest(int(said["version"]), str(said["fingerprint"]), said["adapter"] == "true", size)
+                start = file.read(8)
+                start += file.read(min(size, layout.header_end(start)))
         except FileNotFoundError:
             there = ", ".join(map(str, self.versions())) or "none"
             raise StoreError(f"version {version} is not in the store; there are: {there}") from None
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise StoreError(f"version {version} is damaged: its header can't be read ({error})") from error
+        return layout.read(version, start, size).manifest
 
     def lease(self, version: Version) -> Lease:
         """Hold a version."""
@@ -274,30 +265,12 @@ def _write(
     return found
 
 
-def _mapped(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file, over its pages.
-
-    The library proves that the header is sound; it is not asked for the tensors, since each that it gives costs some
-    dozens of bytes for ever, and a run loads thousands of versions.
-    """
+def _mapped(path: Path) -> Tensor:
+    """The bytes of a file, over its pages."""
     import torch
-    from safetensors import safe_open
 
-    with safe_open(path, framework="pt"):
-        storage = torch.UntypedStorage.from_file(str(path), False, path.stat().st_size)
-    whole = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[arg-type]
-    begin = 8 + int.from_bytes(bytes(whole[:8].tolist()), "little")
-    header = json.loads(whole[8:begin].numpy().tobytes())
-    return {name: _view(whole[begin:], entry) for name, entry in header.items() if name != "__metadata__"}
-
-
-def _view(data: Tensor, entry: dict[str, Any]) -> Tensor:
-    dtype = DTYPES[entry["dtype"]]
-    start, end = entry["data_offsets"]
-    part = data[start:end]
-    if part.storage_offset() % dtype.itemsize:
-        part = part.clone()  # behind a tensor of a smaller type it may lie askew
-    return part.view(dtype).view(entry["shape"])
+    storage = torch.UntypedStorage.from_file(str(path), False, path.stat().st_size)
+    return torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[arg-type]
 
 
 def _header(specs: Sequence[TensorSpec], metadata: dict[str, str]) -> tuple[bytes, list[tuple[int, int]], int]:
