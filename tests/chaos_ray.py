@@ -10,7 +10,6 @@ import argparse
 import random
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -18,8 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
+from tests.chaos_run import tell
 from tests.runtime.making import make_base, make_run, merged
 from tests.runtime.ray_runs import Nodes, RayRun, ray_settings
 
@@ -91,27 +90,19 @@ def main() -> None:
     base = make_base(Path(tempfile.mkdtemp(prefix="dora-rl-chaos-ray-")))
     nodes = Nodes()
     survived: Counter[str] = Counter()
-    failures = 0
+    failed: list[int] = []
     for seed in range(options.seed, options.seed + options.runs):
         chaos = RayChaos(nodes, base, seed)
         try:
             chaos.run()
         except AssertionError as error:
-            failures += 1
+            failed.append(seed)
             console.print(f"seed {seed}: {error}", highlight=False, markup=False)
         else:
             shutil.rmtree(chaos.run_.folder.path)
         survived += chaos.survived
     nodes.close()
-    table = Table("fault survived", "times")
-    for name, count in sorted(survived.items()):
-        table.add_row(name, f"{count:,}")
-    console.print(table)
-    console.print(f"{options.runs} runs, {survived.total():,} faults, {failures} broken promises")
-    if failures:
-        console.print(f"the runs are kept in {base}", highlight=False)
-        sys.exit(1)
-    shutil.rmtree(base)
+    tell(base, options.runs, survived, failed)
 
 
 if __name__ == "__main__":

@@ -283,13 +283,19 @@ def main() -> None:
                 console.print(f"seed {seed}: {failure}", highlight=False, markup=False)
     for host in everyone:
         host.close()
+    tell(base, options.runs, survived, [seed for seed, _ in failures])
+
+
+def tell(base: Path, runs: int, survived: Counter[str], failed: list[int]) -> None:
+    """What became of all runs; those that broke a promise are kept, and the command fails."""
+    console = Console()
     table = Table("fault survived", "times")
     for name, count in sorted(survived.items()):
         table.add_row(name, f"{count:,}")
     console.print(table)
-    console.print(f"{options.runs} runs, {survived.total():,} faults, {len(failures)} broken promises")
-    if failures:
-        console.print(f"the runs are kept in {base}; replay one with --runs 1 --seed {failures[0][0]}", highlight=False)
+    console.print(f"{runs} runs, {survived.total():,} faults, {len(failed)} broken promises")
+    if failed:
+        console.print(f"the runs are kept in {base}; replay one with --runs 1 --seed {failed[0]}", highlight=False)
         sys.exit(1)
     shutil.rmtree(base)
 

@@ -65,10 +65,11 @@ def train(
 
 
 def need_engine(config: RunConfig) -> None:
-    """Refuse a run whose rollout engine is not installed, before anything is begun."""
+    """Refuse a run whose rollout engine is not installed, before it begins; a cluster's nodes have their own."""
     from dora_rl.engine.vllm.installed import require
 
-    if config.rollout.engine.kind == "vllm":
+    elsewhere = config.runtime == "ray" and config.ray.address
+    if config.rollout.engine.kind == "vllm" and not elsewhere:
         require()
 
 
