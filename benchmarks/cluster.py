@@ -38,7 +38,7 @@ _console = Console()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--predict", action="store_true", help="predict larger clusters from the last figures")
     arguments = parser.parse_args()
     if arguments.predict:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dora_rl.apps.evaluate import Asked, _responses, summary
+from dora_rl.apps.evaluate import Asked, respond, summary
 from dora_rl.apps.train import assignments, read_config
 
 
@@ -18,16 +18,14 @@ def accuracy(config_file: Path, models: list[str], settings: list[str]) -> dict[
     """All models answer the same prompts with the same random numbers."""
     config = read_config(config_file, settings)
     source = config.evaluation.data
-    if source is not None:  # `dora-rl eval` asks what is held out of the data itself
-        count = source.params["count"]
-        params = {**config.data.params, **source.params, "count": count + 1}
-        source = source.model_copy(update={"held_out": count, "params": params})
-        config = config.model_copy(update={"data": source})
+    if source is not None:  # the same tail of lengths as in training
+        source = source.model_copy(update={"params": {**config.data.params, **source.params}})
+        config = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"data": source})})
     found = {}
     for model in models:
         asked = Asked(config, config_file.resolve().parent, model, 0, Path())
         samples = config.evaluation.samples
-        found[model] = summary(_responses(asked, samples), config.evaluation.right, samples)
+        found[model] = summary(respond(asked, samples), config.evaluation.right, samples)
     return found
 
 

@@ -212,6 +212,18 @@ def test_eval_of_a_model_takes_the_data_of_a_config(made_run: MadeRun, tmp_path:
     assert json.loads(out.read_text())["samples"] == 1
 
 
+def test_eval_asks_what_the_run_would_ask(made_run: MadeRun) -> None:
+    folder = made_run.config.parent
+    rows = (folder / "problems.jsonl").read_text().splitlines()[:4]
+    (folder / "own.jsonl").write_text("\n".join(rows))
+    config = folder / "own.toml"
+    config.write_text(made_run.config.read_text() + '[evaluation.data]\nsource = "own.jsonl"\n')
+    out = folder / "own.json"
+    done = run("eval", folder / "model", "--config", config, "--json", out)
+    assert done.exit_code == 0, done.output
+    assert json.loads(out.read_text())["prompts"] == 4
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [(["MODEL"], "--config"), (["RUN", "--version", "77"], "has no checkpoint of version 77; it has: 0, ")],

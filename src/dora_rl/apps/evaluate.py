@@ -61,7 +61,7 @@ def evaluate(
     need_torch()
     asked = _asked(policy, config, version, json_file)
     count = samples or asked.config.evaluation.samples
-    result = summary(_responses(asked, count), asked.config.evaluation.right, count)
+    result = summary(respond(asked, count), asked.config.evaluation.right, count)
     result = {"policy": str(asked.model), "version": asked.version, **result}
     asked.out.parent.mkdir(parents=True, exist_ok=True)
     asked.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -137,18 +137,17 @@ def _beside(path: str, base: Path) -> str:
 # -- generating and judging -------------------------------------------------------------------------------------
 
 
-def _responses(asked: Asked, samples: int) -> list[Response]:
+def respond(asked: Asked, samples: int) -> list[Response]:
+    """What the policy says to each held-out prompt so many times, and what that is worth."""
     from dora_rl.engine.engine import Engine
-    from dora_rl.envs.data import load as load_data
     from dora_rl.envs.rewards import Judge
     from dora_rl.models.loading import load
     from dora_rl.models.sources import MemoryWeights
+    from dora_rl.runtime.evaluation import held_out_problems
     from dora_rl.runtime.text import Text
 
     config = asked.config
-    held_out = load_data(config.data, asked.base).held_out
-    if not held_out:
-        raise UserError("there are no held-out prompts: set data.held_out in the config")
+    held_out = held_out_problems(config, asked.base)
     judge = Judge(config.reward, asked.base)
     model = config.model.model_copy(update={"path": str(asked.model)})
     loaded = load(model)

@@ -17,14 +17,16 @@ from typing import TYPE_CHECKING
 
 from dora_rl.core import commands as c
 from dora_rl.core import events as e
+from dora_rl.core.errors import UserError
 from dora_rl.core.nouns import SlotId, TrajectoryId, Version
 from dora_rl.engine.requests import Request, Sampling
-from dora_rl.envs.data import Problem
+from dora_rl.envs.data import Dataset, Problem, load
 from dora_rl.runtime import messages as m
 from dora_rl.runtime.judges import Judges
 from dora_rl.runtime.processes import Process, Processes
 
 if TYPE_CHECKING:
+    from dora_rl.runtime.config import RunConfig
     from dora_rl.weights.store import Lease, WeightStore
 
 _FIRST = 1 << 48
@@ -42,6 +44,17 @@ def evaluated(metrics: Path) -> set[Version]:
         return set()
     records = [json.loads(line) for line in metrics.read_bytes().splitlines() if line.startswith(b'{"evaluation"')]
     return {record["evaluation"] for record in records}
+
+
+def held_out_problems(config: RunConfig, base: Path, dataset: Dataset | None = None) -> Sequence[Problem]:
+    """The problems that evaluations ask; `dataset` is the run's own, if it is read already."""
+    if config.evaluation.data is not None:
+        problems = load(config.evaluation.data, base).train
+    else:
+        problems = (dataset or load(config.data, base)).held_out
+    if not problems:
+        raise UserError("there are no held-out prompts: set data.held_out, or evaluation.data to a source of its own")
+    return problems
 
 
 class Evaluated:

@@ -20,12 +20,11 @@ from dora_rl.core.errors import IntegrityError, UserError
 from dora_rl.core.nouns import InstanceId, Nanoseconds, TrajectoryId, Version
 from dora_rl.core.ports import drive
 from dora_rl.engine.segments import sweep
-from dora_rl.envs.data import Dataset, Problem, load
+from dora_rl.envs.data import Dataset, load
 from dora_rl.ledger.ledger import Ledger
 from dora_rl.models.loading import load_tokenizer
 from dora_rl.runtime.books import Books, Prompts
-from dora_rl.runtime.config import RunConfig
-from dora_rl.runtime.evaluation import Evaluation, evaluated
+from dora_rl.runtime.evaluation import Evaluation, evaluated, held_out_problems
 from dora_rl.runtime.folder import RunFolder
 from dora_rl.runtime.machine import Machine
 from dora_rl.runtime.processes import Processes
@@ -131,7 +130,7 @@ class Run:
         settings = self.config.evaluation
         if not settings.every:
             return
-        held_out = held_out_problems(self.config, self.dataset, self.folder)
+        held_out = held_out_problems(self.config, self.folder.base(), self.dataset)
         self.world.evaluate_with(
             Evaluation(
                 [(problem, self.text.encode(problem)) for problem in held_out],
@@ -178,15 +177,6 @@ class Run:
                 f"{self.folder.ledger} ends with version {newest}, but there is a checkpoint of version "
                 f"{checkpoints[-1]}: the ledger has lost what was on disk; put back a copy of it"
             )
-
-
-def held_out_problems(config: RunConfig, dataset: Dataset, folder: RunFolder) -> Sequence[Problem]:
-    """The problems that evaluations ask."""
-    source = config.evaluation.data
-    problems = dataset.held_out if source is None else load(source, folder.base()).train
-    if not problems:
-        raise UserError("there is nothing to evaluate on: set data.held_out, or evaluation.data to a source")
-    return problems
 
 
 class _Watched:
