@@ -146,6 +146,39 @@ def test_groups_without_signal_are_counted_and_skipped_only_if_asked() -> None:
     assert losses["skip"] == pytest.approx(losses["train"] * sum(tokens) / (sum(tokens) - tokens[1]), rel=1e-5)
 
 
+@pytest.mark.parametrize("without", [{1}, {0, 2}, {0, 1, 2, 3}])
+def test_what_has_no_gradient_is_not_computed_and_changes_nothing(
+    without: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    after, computed = [], []
+    for everything in (True, False):
+        model = llama()
+        # Weight decay and moments go on in a step without any gradient.
+        made = trainer(model, optimiser={**FAST, "weight_decay": 0.1})
+        if everything:
+            monkeypatch.setattr(made, "_pulls", lambda *_: True)
+        for step in range(3):
+            batch = groups(count=4, model=llama(), first=4 * step)
+            made.accumulate(step, [even(g) if step and n in without else g for n, g in enumerate(batch)])
+            opened = made._open
+            assert opened is not None
+            tokens = opened.trained_tokens
+            made.apply(step)
+        computed.append(tokens)
+        after.append(weights(model))
+    assert computed[0] > computed[1]
+    for name, tensor in after[0].items():
+        torch.testing.assert_close(after[1][name], tensor, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("other", [{"kl_coefficient": 0.1}, {"entropy_coefficient": 0.1}])
+def test_groups_without_advantages_are_computed_where_something_else_pulls(other: dict[str, float]) -> None:
+    made = trainer(llama(), algorithm=other)
+    made.accumulate(0, [even(group) for group in groups()])
+    assert made._open is not None
+    assert made._open.trained_tokens > 0
+
+
 def test_a_step_of_skipped_groups_makes_no_update_but_a_version() -> None:
     model = llama()
     before = weights(model)

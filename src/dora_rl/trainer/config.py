@@ -38,7 +38,8 @@ class AlgorithmConfig(Config):
     entropy_coefficient: float = 0.0
     """Weight of the entropy bonus."""
     no_signal: Literal["train", "skip"] = "train"
-    """A group whose advantages are all zero counts in the average like any other, or is left out; counted anyway."""
+    """A group whose advantages are all zero counts in the average like any other, or is left out of it. Where its
+    gradient is zero, it is not computed."""
 
     @model_validator(mode="after")
     def _complete(self) -> Self:

@@ -76,7 +76,13 @@ class Optimiser:
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm) * scale
 
     def update(self, scale: float, norm: float) -> None:
-        """One AdamW step with the accumulated gradient times `scale`, whose norm is `norm`; gradients are cleared."""
+        """One AdamW step with the accumulated gradient times `scale`, whose norm is `norm`; gradients are cleared.
+
+        If nothing was accumulated the gradient is zero, and the moments go on with that.
+        """
+        if all(parameter.grad is None for parameter in self.parameters):
+            for parameter in self.parameters:
+                parameter.grad = torch.zeros_like(parameter)
         limit = self.config.max_gradient_norm
         if limit is not None and norm > limit:
             scale *= limit / (norm + 1e-6)

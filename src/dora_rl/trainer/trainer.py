@@ -144,9 +144,9 @@ class Trainer:
 
     def _gradients(self, opened: OpenStep, groups: Sequence[Group], anchors: dict[TrajectoryId, Tensor]) -> None:
         """Add the gradient sums of these groups to `.grad`."""
-        planned = plan(groups, self.config.micro_batch_tokens)
-        for members in planned:
-            opened.denominator += self._denominator(members)
+        for group in groups:
+            opened.denominator += self._denominator(group.trajectories)
+        planned = plan([group for group in groups if self._pulls(opened, group)], self.config.micro_batch_tokens)
         bad: list[TrajectoryId] = []
         totals: dict[str, Tensor] = {}
         for mine in self.world.share(planned):
@@ -184,6 +184,14 @@ class Trainer:
             share = self._denominator(batch.trajectories)
             total = total + self.config.moe.auxiliary_loss * share * self.routers.auxiliary_loss()
         return loss._replace(total=total * weight)
+
+    def _pulls(self, opened: OpenStep, group: Group) -> bool:
+        """Whether a group can have a gradient. Without advantages it has none, unless something else gives one; it
+        counts in the average then, and nothing of it need be computed. Of a mixture all is computed: which experts had
+        a gradient of zero and which had none makes a difference to AdamW."""
+        algorithm = self.config.algorithm
+        always = algorithm.kl_coefficient or algorithm.entropy_coefficient or self.routers.routers
+        return bool(always) or any(opened.advantages[trajectory.id] for trajectory in group.trajectories)
 
     def _denominator(self, trajectories: Sequence[Trajectory]) -> int:
         return sum(denominator(self.config.algorithm.averaging, trajectory) for trajectory in trajectories)
