@@ -38,7 +38,7 @@ def test_rows_hold_the_trajectories_and_prompts_are_shared(count: int, size: int
     prompts = {t.tokens[: t.prompt_length].tobytes(): t.prompt_length for t in trajectories}
     responses = sum(len(t.tokens) - t.prompt_length for t in trajectories)
     assert packed.tokens.numel() == sum(prompts.values()) + responses
-    flat = torch.cat([rows.flatten() for rows in packed.layout.rows])
+    flat = packed.layout.inputs
     assert torch.equal(flat[packed.layout.outputs], torch.arange(packed.tokens.numel()))
     targets = torch.cat([torch.from_numpy(t.tokens[t.loss_mask].astype("int64")) for t in trajectories])
     assert torch.equal(packed.targets, targets)

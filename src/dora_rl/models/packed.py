@@ -27,13 +27,16 @@ NAME = "dora_packed"
 class PackedLayout:
     """Which tokens attend to which."""
 
-    rows: tuple[Tensor, ...]
-    """For each bucket [b, L]: the packed index of each token; padding repeats an index and is never read."""
+    shapes: tuple[tuple[int, int], ...]
+    """(rows, length) of each bucket."""
+    inputs: Tensor
+    """[M] the packed index of each token of the flattened, concatenated buckets; padding repeats an index and is never
+    read."""
     outputs: Tensor
     """[N] where each packed token's output stands in the flattened, concatenated buckets."""
 
     def to(self, device: torch.device) -> PackedLayout:
-        return PackedLayout(tuple(rows.to(device) for rows in self.rows), self.outputs.to(device))
+        return PackedLayout(self.shapes, self.inputs.to(device), self.outputs.to(device))
 
 
 def packed_attention(
@@ -55,13 +58,14 @@ def packed_attention(
     if s_aux is not None:
         raise ModelError(f"{type(module).__name__} uses attention sinks, which packed training does not know")
     assert attention_mask is None
-    flat = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+    sizes = [rows * length for rows, length in packed.shapes]
+    # All buckets are gathered at once: the backward pass adds up their gradients in one sweep over the packed tokens.
+    gathered = [
+        torch.split(tensor[0].transpose(0, 1).index_select(0, packed.inputs), sizes) for tensor in (query, key, value)
+    ]
     outputs = []
-    for rows in packed.rows:
-        index = rows.flatten()
-        q, k, v = (
-            tensor.index_select(0, index).view(*rows.shape, *tensor.shape[1:]).transpose(1, 2) for tensor in flat
-        )
+    for shape, *parts in zip(packed.shapes, *gathered, strict=True):
+        q, k, v = (part.view(*shape, *part.shape[1:]).transpose(1, 2) for part in parts)
         attended = _attend(q, k, v, scaling, dropout, sliding_window, softcap)
         outputs.append(attended.transpose(1, 2).flatten(0, 1))
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)

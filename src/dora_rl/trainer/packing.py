@@ -159,7 +159,8 @@ def _layout(rows: list[NDArray[np.int64]], size: int) -> PackedLayout:
         else:
             buckets.append([row])
     outputs = np.empty(size, dtype=np.int64)
-    padded: list[Tensor] = []
+    shapes: list[tuple[int, int]] = []
+    padded: list[NDArray[np.int64]] = []
     offset = 0
     for bucket in buckets:
         length = len(bucket[0])
@@ -169,5 +170,6 @@ def _layout(rows: list[NDArray[np.int64]], size: int) -> PackedLayout:
             index[place, len(row) :] = row[0]
             outputs[row] = offset + place * length + np.arange(len(row))
         offset += index.size
-        padded.append(torch.from_numpy(index))
-    return PackedLayout(tuple(padded), torch.from_numpy(outputs))
+        shapes.append((len(bucket), length))
+        padded.append(index.ravel())
+    return PackedLayout(tuple(shapes), torch.from_numpy(np.concatenate(padded)), torch.from_numpy(outputs))
