@@ -17,6 +17,8 @@ from tests.runtime.making import make_run, merged, settings
 
 TURNS = 3
 ENVIRONMENT = """
+import asyncio
+import os
 import time
 
 class Counter:
@@ -30,6 +32,45 @@ class Counter:
         if self.turns == 3:
             return None, 1.0, True
         return f"{self.turns}*", 0.25, False
+
+class Together(Counter):
+    inside = 0
+
+    def __init__(self, file):
+        self.file = file
+
+    def step(self, text):
+        Together.inside += 1
+        with open(self.file, "a") as file:
+            file.write(f"{Together.inside}\\n")
+        time.sleep(0.02)
+        Together.inside -= 1
+        return super().step(text)
+
+class Awaits(Together):
+    async def step(self, text):
+        Together.inside += 1
+        with open(self.file, "a") as file:
+            file.write(f"{Together.inside}\\n")
+        await asyncio.sleep(0.02)
+        Together.inside -= 1
+        return Counter.step(self, text)
+
+class Harms(Counter):
+    def __init__(self, hang):
+        self.hang = hang
+
+    def reset(self, problem):
+        self.harms = int(problem.key.partition("-")[0]) % 5 == 3
+        return super().reset(problem)
+
+    def step(self, text):
+        if self.harms and self.hang:
+            time.sleep(60)
+        elif self.harms:
+            os._exit(1)
+        time.sleep(0.05)
+        return super().step(text)
 
 class Fails(Counter):
     def step(self, text):
@@ -105,3 +146,31 @@ def test_moves_happen_while_environments_think(host: Host, base: Path) -> None:
         with connect(run.folder.ledger) as connection:
             moved += sum(isinstance(one, Move) for logged in read_events(connection) for one in logged.commands)
     assert moved
+
+
+@pytest.mark.parametrize(("kind", "at_once"), [("Together", 1), ("Together", 4), ("Awaits", 4)])
+def test_a_worker_asks_as_many_environments_at_once_as_it_may(
+    host: Host, base: Path, tmp_path: Path, kind: str, at_once: int
+) -> None:
+    file = tmp_path / "inside"
+    settings = {"environment": {"params": {"file": str(file)}, "at_once": at_once}, "reward": {"workers": 1}}
+    run = host.start(make_run(base, f"turns-{kind}-{at_once}", merged(tree(base, kind), settings)))
+    assert broken(run, run.wait(), 4) == []
+    most = max(int(line) for line in file.read_text().split())
+    assert most == 1 if at_once == 1 else 1 < most <= at_once
+
+
+@pytest.mark.parametrize("hang", [True, False])
+def test_an_environment_that_hangs_or_crashes_harms_no_other_of_its_worker(host: Host, base: Path, hang: bool) -> None:
+    environment = {"params": {"hang": hang}, "at_once": 4, "timeout_seconds": 1.5 if hang else 30.0}
+    settings = {"environment": environment, "reward": {"workers": 1}, "supervision": {"restarts": 20}}
+    run = host.start(make_run(base, f"turns-harm-{hang}", merged(tree(base, "Harms"), settings)))
+    assert broken(run, run.wait(), 4) == []
+    query = 'SELECT t.failed, g.prompt FROM trajectories t JOIN groups g ON t."group" = g.id'
+    with connect(run.folder.ledger) as connection:
+        rows = connection.execute(query).fetchall()
+    failed = [(why, prompt) for why, prompt in rows if why is not None]
+    assert failed
+    for why, prompt in failed:
+        assert int(prompt.rpartition("/")[2].partition("-")[0]) % 5 == 3
+        assert ("longer than" if hang else "died") in why

@@ -74,3 +74,6 @@ class EnvironmentConfig(Config):
     """The trajectory ends after so many turns of the policy."""
     timeout_seconds: float = Field(default=60.0, gt=0)
     """The trajectory's verdict is `failed` if one reset or step takes longer."""
+    at_once: int = Field(default=1, ge=1)
+    """Environments that each of the `reward.workers` asks at a time, in threads: more than 1 for those that wait for
+    tools or other machines, or are async. Signals work only with 1."""

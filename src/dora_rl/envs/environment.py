@@ -22,7 +22,7 @@ from dora_rl.core.nouns import Record
 from dora_rl.envs.config import EnvironmentConfig
 from dora_rl.envs.data import Message, Problem
 from dora_rl.envs.importing import named_object, one_line
-from dora_rl.envs.loop import Loop
+from dora_rl.envs.loop import Loop, SharedLoop
 from dora_rl.envs.rewards import Judge, Verdict
 from dora_rl.envs.shapes import own
 
@@ -56,7 +56,7 @@ class Environments:
         self._make: Callable[..., Environment] = named_object(config.kind, folder)
         self._config = config
         self._judge = judge
-        self._loop = Loop()
+        self._loop = Loop() if config.at_once == 1 else SharedLoop()
         _check(config.kind, self._make, config.params)
 
     def begin(self, problem: Problem) -> Session:
@@ -70,7 +70,12 @@ class Session:
     """One trajectory's environment."""
 
     def __init__(
-        self, make: Callable[[], Environment], problem: Problem, max_turns: int, loop: Loop, judge: Judge | None
+        self,
+        make: Callable[[], Environment],
+        problem: Problem,
+        max_turns: int,
+        loop: Loop | SharedLoop,
+        judge: Judge | None,
     ) -> None:
         self._problem = problem
         self._max_turns = max_turns

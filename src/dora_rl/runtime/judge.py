@@ -1,7 +1,14 @@
-"""A judge in a process of its own: rewards and environments may hang, crash or print; here that harms nobody."""
+"""A judge in a process of its own: rewards and environments may hang, crash or print; here that harms nobody.
+
+Rewards and verdicts are made in the main thread, one after the other, since they may use signals. With
+`environment.at_once` above 1 environments are asked in threads of their own: each session by one thread at a time.
+"""
 
 from __future__ import annotations
 
+import os
+import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from dora_rl.core.nouns import TrajectoryId
@@ -18,6 +25,8 @@ def serve(start: m.Start, channel: Channel[m.ToProcess], messages: list[m.ToProc
     config, base = parse(start.config), Path(start.base)
     judge = Judge(config.reward, base)
     plays = _Plays(config, base, judge) if config.environment.kind is not None else None
+    at_once = config.environment.at_once
+    pool = ThreadPoolExecutor(at_once) if plays is not None and at_once > 1 else None
     channel.send(m.Ready())
     while True:
         for message in messages:
@@ -31,13 +40,25 @@ def serve(start: m.Start, channel: Channel[m.ToProcess], messages: list[m.ToProc
                     )
                 case m.Play():
                     assert plays is not None
-                    channel.send(plays.play(message))
+                    if pool is None or message.finish:
+                        channel.send(plays.play(message))
+                    else:
+                        pool.submit(_play_apart, plays, message, channel)
                 case _:
                     raise AssertionError(f"not for a judge: {message}")
         if channel.closed:
             return
-        channel.wait(60.0)
+        channel.wait(60.0 if pool is None else 1.0)  # what a thread could not send at once goes out here
         messages = channel.receive()
+
+
+def _play_apart(plays: _Plays, message: m.Play, channel: Channel[m.ToProcess]) -> None:
+    """In a thread. What is wrong with us, and not with the environment, ends the process, as in the main thread."""
+    try:
+        channel.send(plays.play(message))
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
 
 
 class _Plays:

@@ -1,14 +1,16 @@
-"""The judges, as the supervisor sees them: one question each at a time, each with a deadline.
+"""The judges, as the supervisor sees them: each answers so many questions at a time, each question has a deadline.
 
 Invariants:
 - every question is answered once: by a verdict, or by `failed` if the judge hung or died over it twice;
-- a judge that hangs is killed; the others go on.
+- a judge that hangs is killed; the others go on, and what else it was asked is asked elsewhere;
+- the second time a question is asked it is asked alone, so whoever dies over it dies of it;
+- all questions of a session go to the judge that has it, until that judge is lost.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -28,90 +30,134 @@ class _Question:
     message: Question
     answer: Answer
     timeout: float
-    worker: str | None
-    """Who alone can answer it."""
+    session: int | None
     tries: int = 0
     due: float = 0.0
+
+    @property
+    def item(self) -> int:
+        return self.message.item
 
 
 class Judges:
     """The pool."""
 
-    def __init__(self, processes: Processes, count: int) -> None:
-        self._workers = [processes.start("judge", f"judge{number}") for number in range(count)]
+    def __init__(self, processes: Processes, count: int, at_once: int = 1) -> None:
+        started = [processes.start("judge", f"judge{number}") for number in range(count)]
+        self._workers = {worker.place: worker for worker in started}
+        self._at_once = at_once
         self._ready: set[str] = set()
         self._waiting: deque[_Question] = deque()
-        self._asked: dict[str, _Question] = {}
+        self._asked: dict[str, dict[int, _Question]] = {place: {} for place in self._workers}
+        self._homes: dict[int, str] = {}
+        """Who has a session."""
+        self._guests: Counter[str] = Counter()
+        """Sessions of each."""
         self._item = 0
 
     def ask(self, question: Question, answer: Answer, timeout: float, session: int | None = None) -> None:
-        """Ask; `answer` is called with the reply. All questions of a session go to the same judge."""
+        """Ask; `answer` is called with the reply."""
         self._item += 1
-        worker = None if session is None else self._workers[session % len(self._workers)].place
         message = msgspec.structs.replace(question, item=self._item)
-        self._waiting.append(_Question(message, answer, timeout, worker))
+        self._waiting.append(_Question(message, answer, timeout, session))
         self._hand_out()
 
     @property
     def pending(self) -> int:
-        return len(self._waiting) + len(self._asked)
+        return len(self._waiting) + sum(map(len, self._asked.values()))
 
     def ready(self, process: Process) -> None:
         self._ready.add(process.place)
         self._hand_out()
 
     def replied(self, process: Process, message: Reply) -> None:
-        question = self._asked.pop(process.place, None)
+        question = self._asked[process.place].pop(message.item, None)
         if question is not None:
-            assert question.message.item == message.item
             process.failures = 0
-            question.answer(message)
+            self._answer(question, message)
         self._hand_out()
 
     def lost(self, process: Process) -> None:
-        """A judge has died; its question is asked once more, then it is to blame."""
+        """A judge has died; what it was asked is asked once more, then it is to blame."""
         self._ready.discard(process.place)
-        question = self._asked.pop(process.place, None)
-        if question is not None and question.tries < _TRIES:
-            self._waiting.appendleft(question)
-        elif question is not None:
+        for session in [session for session, home in self._homes.items() if home == process.place]:
+            self._forget(session)
+        asked = self._asked[process.place]
+        for question in reversed(asked.values()):
+            if question.tries < _TRIES:
+                self._waiting.appendleft(question)
+        blamed = [question for question in asked.values() if question.tries >= _TRIES]
+        asked.clear()
+        for question in blamed:
             self._fail(question, "the process that judged it died")
         self._hand_out()
 
     def overdue(self) -> list[Process]:
         """Judges that hang over a question, which has failed then."""
         now = time.monotonic()
-        hung = [
-            worker for worker in self._workers if worker.place in self._asked and self._asked[worker.place].due <= now
-        ]
-        for worker in hung:
-            self._ready.discard(worker.place)
-            question = self._asked.pop(worker.place)
-            what = "reward" if isinstance(question.message, m.Judge) else "environment"
-            self._fail(question, f"the {what} took longer than {question.timeout:g} s")
+        hung = []
+        for place, asked in self._asked.items():
+            late = [question for question in asked.values() if question.due <= now]
+            if not late:
+                continue
+            hung.append(self._workers[place])
+            self._ready.discard(place)
+            for question in late:
+                del asked[question.item]
+                what = "reward" if isinstance(question.message, m.Judge) else "environment"
+                self._fail(question, f"the {what} took longer than {question.timeout:g} s")
+            for question in asked.values():  # it is no fault of theirs that the judge is killed
+                question.tries -= 1
         return hung
 
     def next_due(self) -> float | None:
         """When the first deadline is, on the monotonic clock."""
-        return min((question.due for question in self._asked.values()), default=None)
+        return min((question.due for asked in self._asked.values() for question in asked.values()), default=None)
 
     def _hand_out(self) -> None:
-        free = {worker.place: worker for worker in self._workers if worker.place in self._ready}
-        for place in self._asked:
-            free.pop(place, None)
+        room = {place for place in self._ready if self._has_room(place)}
         later: deque[_Question] = deque()
-        while self._waiting and free:
+        while self._waiting and room:
             question = self._waiting.popleft()
-            place = next(iter(free)) if question.worker is None else question.worker
-            worker = free.pop(place, None)
-            if worker is None:
+            place = self._place(question, room)
+            if place is None:
                 later.append(question)
                 continue
-            question.tries += 1
-            question.due = time.monotonic() + question.timeout
-            self._asked[place] = question
-            worker.send(question.message)
+            self._send(question, place)
+            if not self._has_room(place):
+                room.discard(place)
         self._waiting.extendleft(reversed(later))
 
+    def _has_room(self, place: str) -> bool:
+        asked = self._asked[place]
+        return len(asked) < self._at_once and not any(question.tries > 1 for question in asked.values())
+
+    def _place(self, question: _Question, room: set[str]) -> str | None:
+        """Who is asked: the home of its session, or else whoever has least to do; nobody, if they have no room."""
+        home = None if question.session is None else self._homes.get(question.session)
+        places = [place for place in room if not question.tries or not self._asked[place]]  # a second time: alone
+        if home is not None:
+            return home if home in places else None
+        return min(places, key=lambda place: (len(self._asked[place]), self._guests[place], place), default=None)
+
+    def _send(self, question: _Question, place: str) -> None:
+        if question.session is not None and question.session not in self._homes:
+            self._homes[question.session] = place
+            self._guests[place] += 1
+        question.tries += 1
+        question.due = time.monotonic() + question.timeout
+        self._asked[place][question.item] = question
+        self._workers[place].send(question.message)
+
+    def _answer(self, question: _Question, reply: Reply) -> None:
+        if question.session is not None and (isinstance(reply, m.Judged) or reply.failed is not None):
+            self._forget(question.session)  # it has come to its end
+        question.answer(reply)
+
+    def _forget(self, session: int) -> None:
+        home = self._homes.pop(session, None)
+        if home is not None:
+            self._guests[home] -= 1
+
     def _fail(self, question: _Question, reason: str) -> None:
-        question.answer(m.Judged(item=question.message.item, reward=None, parts={}, failed=reason))
+        self._answer(question, m.Judged(item=question.item, reward=None, parts={}, failed=reason))

@@ -71,6 +71,7 @@ class ProcessWorld:
         """Set from a signal handler: end, with everything kept."""
         self._origin = origin
         self._clock = clock
+        at_once = 1 if config.environment.kind is None else config.environment.at_once
         self._parts = Parts(
             config=config,
             books=books,
@@ -80,7 +81,7 @@ class ProcessWorld:
             text=text,
             processes=processes,
             crew=Crew(processes),
-            judges=Judges(processes, config.reward.workers),
+            judges=Judges(processes, config.reward.workers, at_once),
             notice=notice,
             happen=self._happen,
             lost=self._lost,
