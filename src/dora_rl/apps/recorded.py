@@ -21,6 +21,7 @@ import msgspec
 
 from dora_rl.core.errors import UserError
 from dora_rl.core.nouns import Nanoseconds, StepId, Version
+from dora_rl.ledger.ledger import DAMAGE
 from dora_rl.runtime.folder import RunFolder
 
 State = Literal["finished", "stopped", "going on"]
@@ -130,7 +131,7 @@ def read_facts(folder: RunFolder) -> Facts:
             return _facts(connection)
         finally:
             connection.close()
-    except sqlite3.DatabaseError as error:
+    except DAMAGE as error:
         raise UserError(f"the ledger {folder.ledger} can't be read: {error}") from error
 
 

@@ -42,6 +42,8 @@ _PASSING = {
     sqlite3.SQLITE_NOMEM,
 }
 """Errors that somebody can mend while the run waits."""
+DAMAGE = (sqlite3.DatabaseError, UnicodeDecodeError)
+"""What reading a damaged ledger raises. The second comes of texts, and of SQLite's own words that quote them."""
 _SECONDS = "INSERT INTO meta VALUES ('seconds', ?) ON CONFLICT DO UPDATE SET value = excluded.value"
 _GATHER = 0.25
 """Seconds for which writes are gathered: the most that a power loss can cost of what was said."""
@@ -154,7 +156,11 @@ class Ledger:
         """
         from dora_rl.ledger.audit import compare_tables
 
-        for problem in compare_tables(self._reader, self.events(), self._group_size):
+        try:
+            problem = next(compare_tables(self._reader, self.events(), self._group_size), None)
+        except DAMAGE as error:
+            problem = str(error)
+        if problem is not None:
             raise IntegrityError(f"{self._path} is damaged: {problem}; put back a copy of it")
 
     def trajectory(self, trajectory: TrajectoryId) -> tuple[list[SaidRow], str | None]:
@@ -239,7 +245,7 @@ def connect(path: Path, *, create: bool = False) -> sqlite3.Connection:
             connection.executescript(f"BEGIN; {TABLES} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
         elif version != SCHEMA_VERSION:
             raise LedgerError(f"{path} has schema {version}, and this dora-rl reads {SCHEMA_VERSION}")
-    except sqlite3.DatabaseError as error:
+    except DAMAGE as error:
         raise LedgerError(f"{path} is damaged or not a ledger: {error}") from error
     return connection
 
@@ -248,7 +254,7 @@ def check_pages(connection: sqlite3.Connection, path: Path) -> None:
     """Refuse a file whose pages contradict each other."""
     try:
         found = [str(row[0]) for row in connection.execute("PRAGMA quick_check(1)")]
-    except sqlite3.DatabaseError as error:
+    except DAMAGE as error:
         found = [str(error)]
     if found != ["ok"]:
         raise LedgerError(f"{path} is damaged: {found[0]}; put back a copy of it")
@@ -264,7 +270,7 @@ def read_events(connection: sqlite3.Connection) -> Iterator[Logged]:
                 raise IntegrityError(f"the event log is not what was written: event {last + 1} was changed or removed")
             last = seq
             yield Logged(seq, at, _EVENT.decode(event), _COMMANDS.decode(commands))
-    except (sqlite3.DatabaseError, msgspec.DecodeError, TypeError) as error:
+    except (*DAMAGE, msgspec.DecodeError, TypeError) as error:
         raise IntegrityError(f"the event log is damaged after event {last}: {error}") from error
 
 
@@ -279,7 +285,7 @@ def read_said(connection: sqlite3.Connection, trajectory: TrajectoryId) -> tuple
             if digest(rows[-1]) != claimed:
                 raise IntegrityError(f"what trajectory {trajectory} said at {rows[-1].start} is not what was written")
         ended = connection.execute("SELECT * FROM ended WHERE trajectory = ?", (trajectory,)).fetchone()
-    except (sqlite3.DatabaseError, TypeError) as error:
+    except (*DAMAGE, TypeError) as error:
         raise IntegrityError(f"what trajectory {trajectory} said is damaged: {error}") from error
     if ended is not None and digest(ended[:-1]) != ended[-1]:
         raise IntegrityError(f"why trajectory {trajectory} ended is not what was written")
