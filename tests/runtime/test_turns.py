@@ -72,6 +72,14 @@ class Harms(Counter):
         time.sleep(0.05)
         return super().step(text)
 
+class Silent(Counter):
+    def step(self, text):
+        return ("", 0.0, False) if self.turns else super().step(text)
+
+class Talks(Counter):
+    def step(self, text):
+        return "1+2+3+4+5+6+7+8+9+" * 2, 0.25, False
+
 class Fails(Counter):
     def step(self, text):
         if len(text) % 2:
@@ -136,6 +144,24 @@ def test_an_environment_that_raises_costs_its_trajectory_alone(host: Host, base:
     assert all("odd" in reason for reason in reasons)
 
 
+def test_an_environment_that_says_nothing_costs_its_trajectory_alone(host: Host, base: Path) -> None:
+    run = host.start(make_run(base, "turns-silent", tree(base, "Silent", group_size=4)))
+    assert broken(run, run.wait(), 4) == []
+    with connect(run.folder.ledger) as connection:
+        reasons = {why for (why,) in connection.execute("SELECT failed FROM trajectories WHERE failed IS NOT NULL")}
+    assert reasons == {"environment, step: it said nothing, though it is not done"}
+
+
+def test_what_does_not_fit_the_context_ends_the_trajectory(host: Host, base: Path) -> None:
+    more = {"rollout": {"engine": {"max_context": 64}}, "control": {"max_response_tokens": 200}}
+    run = host.start(make_run(base, "turns-context", merged(tree(base, "Talks"), more)))
+    assert broken(run, run.wait(), 4) == []
+    with connect(run.folder.ledger) as connection:
+        lengths = [tokens for (tokens,) in connection.execute("SELECT tokens FROM trajectories WHERE failed IS NULL")]
+    assert lengths
+    assert max(lengths) <= 64
+
+
 def test_moves_happen_while_environments_think(host: Host, base: Path) -> None:
     """What is moved while it is parked, or while it is being answered, goes on where it arrives."""
     moved = 0
@@ -172,5 +198,5 @@ def test_an_environment_that_hangs_or_crashes_harms_no_other_of_its_worker(host:
     failed = [(why, prompt) for why, prompt in rows if why is not None]
     assert failed
     for why, prompt in failed:
-        assert int(prompt.rpartition("/")[2].partition("-")[0]) % 5 == 3
+        assert int(prompt.partition("-")[0]) % 5 == 3, why
         assert ("longer than" if hang else "died") in why

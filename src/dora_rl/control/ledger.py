@@ -63,6 +63,8 @@ class TrajectoryState:
     """Response tokens when last heard of."""
     parked: bool = False
     """Waits for its environment and does not decode."""
+    parks: int = 0
+    """How often it was parked: names one wait."""
 
     @property
     def context(self) -> int:

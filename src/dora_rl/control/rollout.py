@@ -92,7 +92,7 @@ class Rollout:
         self._announce(self._context.ledger.fail(trajectory, reason))
         return True
 
-    def parked(self, trajectory_id: TrajectoryId, attempt: Attempt, kv_tokens: int, *, parked: bool) -> bool:
+    def parked(self, trajectory_id: TrajectoryId, attempt: Attempt, kv_tokens: int | None, *, parked: bool) -> bool:
         """A trajectory began, or ended, waiting for its environment."""
         trajectory = self._running(trajectory_id, attempt)
         if trajectory is None or trajectory.slot is None:
@@ -103,7 +103,8 @@ class Rollout:
         if trajectory.target is not None:
             self.touch(trajectory.target)
         if parked:
-            self._context.wait(Wait.TOOL, self._context.config.deadlines.tool, trajectory_id, attempt)
+            trajectory.parks += 1
+            self._context.wait(Wait.TOOL, self._context.config.deadlines.tool, trajectory_id, attempt, trajectory.parks)
         return True
 
     def overdue_score(self, trajectory_id: TrajectoryId) -> None:
@@ -111,9 +112,9 @@ class Rollout:
         if trajectory is not None and trajectory.stage is Stage.SCORING:
             self.failed(trajectory_id, "reward took longer than deadlines.score")
 
-    def overdue_tool(self, trajectory_id: TrajectoryId, attempt: Attempt) -> None:
+    def overdue_tool(self, trajectory_id: TrajectoryId, attempt: Attempt, parks: int) -> None:
         trajectory = self._running(trajectory_id, attempt)
-        if trajectory is not None and trajectory.parked:
+        if trajectory is not None and trajectory.parked and trajectory.parks == parks:
             self.failed(trajectory_id, "environment took longer than deadlines.tool")
 
     # -- moves ------------------------------------------------------------------------------------------------
@@ -317,11 +318,11 @@ class Rollout:
         else:
             self._context.say(GroupFailed(group=ended.id, reasons=tuple(ended.reasons)))
 
-    def _heard(self, instance_id: InstanceId, kv_tokens: int) -> Instance | None:
+    def _heard(self, instance_id: InstanceId, kv_tokens: int | None) -> Instance | None:
         instance = self._context.fleet.instances.get(instance_id)
         if instance is not None:
             instance.heard = self._context.now
-            instance.kv_tokens = kv_tokens
+            instance.kv_tokens = instance.kv_tokens if kv_tokens is None else kv_tokens
         return instance
 
     def _running(self, trajectory_id: TrajectoryId, attempt: Attempt) -> TrajectoryState | None:

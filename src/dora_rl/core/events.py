@@ -100,7 +100,8 @@ class Parked(Event, frozen=True, kw_only=True):
 
     trajectory: TrajectoryId
     attempt: Attempt
-    kv_tokens: int
+    kv_tokens: int | None
+    """Of its instance; none: not known."""
 
 
 class Unparked(Event, frozen=True, kw_only=True):
@@ -108,7 +109,8 @@ class Unparked(Event, frozen=True, kw_only=True):
 
     trajectory: TrajectoryId
     attempt: Attempt
-    kv_tokens: int
+    kv_tokens: int | None
+    """Of its instance; none: not known."""
 
 
 class Scored(Event, frozen=True, kw_only=True):

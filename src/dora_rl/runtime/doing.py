@@ -44,6 +44,7 @@ class Doing:
                 self._submit_one,
                 parts.happen,
                 config.control.max_response_tokens,
+                config.rollout.engine.max_context,
                 config.environment.timeout_seconds,
             )
         self._retiring: set[Version] = set()
@@ -135,7 +136,7 @@ class Doing:
 
     def _failed(self, command: c.FailTrajectory) -> None:
         if self.turns is not None:
-            self.turns.forget(command.trajectory)
+            self.turns.failed(command.trajectory)
 
     # -- judges -----------------------------------------------------------------------------------------------
 

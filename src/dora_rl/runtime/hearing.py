@@ -76,9 +76,9 @@ class Hearing:
                 for problem in message.problems:
                     parts.notice(f"{process.name}: {problem}")
                 self._doing.moves.imported(message)
-            case m.Refused(trajectory=trajectory):
+            case m.Refused(trajectory=trajectory, attempt=attempt):
                 assert self._doing.turns is not None
-                self._doing.turns.refused(trajectory, process.name)
+                self._doing.turns.refused(trajectory, attempt, process.name)
             case m.Spent():
                 parts.recorder.spent(process.name, message)
             case m.Counted(figures=figures):

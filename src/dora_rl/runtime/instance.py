@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from dora_rl.core import commands as c
-from dora_rl.core.errors import RequestError
+from dora_rl.core.errors import PromptError, RequestError
 from dora_rl.core.events import AnyEvent, Parked, TrajectoryFailed
 from dora_rl.core.nouns import Nanoseconds
 from dora_rl.engine.requests import StepOutput, Tokens
@@ -170,6 +170,9 @@ class Instance:
             else:
                 tokens = np.frombuffer(message.tokens, dtype=np.int32).tolist()
                 self._engine.extend(message.trajectory, message.attempt, tokens)
+        except PromptError as error:
+            self._engine.abort(message.trajectory, message.attempt)
+            self._events.append(TrajectoryFailed(trajectory=message.trajectory, reason=str(error)))
         except RequestError:
             self._channel.send(m.Refused(trajectory=message.trajectory, attempt=message.attempt))
 

@@ -44,6 +44,9 @@ def serve(start: m.Start, channel: Channel[m.ToProcess], messages: list[m.ToProc
                         channel.send(plays.play(message))
                     else:
                         pool.submit(_play_apart, plays, message, channel)
+                case m.Drop(session=session):
+                    assert plays is not None
+                    plays.drop(session)
                 case _:
                     raise AssertionError(f"not for a judge: {message}")
         if channel.closed:
@@ -75,11 +78,17 @@ class _Plays:
         replayed: list[str] = []
         if session is None:
             session = self._sessions[message.session] = self._environments.begin(message.problem)
-            replayed = _replay(session, message.texts if message.finish else message.texts[:-1])
+            replayed = _replay(session, message) if message.texts else []
         if message.finish:
-            del self._sessions[message.session]
+            self._sessions.pop(message.session, None)
             verdict = session.verdict()
-            return m.Judged(item=message.item, reward=verdict.reward, parts=verdict.parts, failed=verdict.failed)
+            return m.Judged(
+                item=message.item,
+                reward=verdict.reward,
+                parts=verdict.parts,
+                failed=verdict.failed,
+                replayed=tuple(replayed),
+            )
         if not message.texts:
             return self._answer(message, session, _opening(session), replayed)
         if session.done:
@@ -87,20 +96,32 @@ class _Plays:
         turn = session.step(message.texts[-1], message.tokens)
         return self._answer(message, session, turn.observation, replayed)
 
+    def drop(self, number: TrajectoryId) -> None:
+        """Close a session that nobody asks for a verdict."""
+        session = self._sessions.pop(number, None)
+        if session is not None:
+            session.close()
+
     def _answer(self, message: m.Play, session: Session, said: str | None, replayed: list[str]) -> m.Played:
         if session.failed is not None:
-            self._sessions.pop(message.session).close()
+            self.drop(message.session)
         return m.Played(
             item=message.item, observation=said, done=session.done, replayed=tuple(replayed), failed=session.failed
         )
 
 
-def _replay(session: Session, texts: tuple[str, ...]) -> list[str]:
-    said = []
-    for text in texts:
+def _replay(session: Session, message: m.Play) -> list[str]:
+    """Tell a new session all that the lost one was told; what it said to begin with, and to each turn."""
+    opening = _opening(session)
+    said = [] if opening is None else [opening]
+    told = message.texts if message.finish else message.texts[:-1]
+    for number, text in enumerate(told, start=1):
         if session.done:
             break
-        said.append(session.step(text).observation or "")
+        last = message.finish and number == len(told)
+        turn = session.step(text, message.tokens if last else ())
+        if turn.observation is not None:
+            said.append(turn.observation)
     return said
 
 

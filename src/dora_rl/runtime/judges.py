@@ -62,6 +62,13 @@ class Judges:
         self._waiting.append(_Question(message, answer, timeout, session))
         self._hand_out()
 
+    def drop(self, session: int) -> None:
+        """Nobody will ask for this session's verdict."""
+        home = self._homes.get(session)
+        if home is not None:
+            self._forget(session)
+            self._workers[home].send(m.Drop(session=session))
+
     @property
     def pending(self) -> int:
         return len(self._waiting) + sum(map(len, self._asked.values()))

@@ -173,11 +173,17 @@ class Play(Message, frozen=True, kw_only=True):
     session: TrajectoryId
     problem: Problem
     texts: tuple[str, ...]
-    """Of all turns, so that a session which was lost can be played again."""
+    """Of all turns that it was or is to be told, so that a session which was lost can be played again."""
     tokens: tuple[int, ...]
     """Of the last one."""
     finish: bool
     """No more turns: the verdict, please."""
+
+
+class Drop(Message, frozen=True, kw_only=True):
+    """A session is not needed any more."""
+
+    session: TrajectoryId
 
 
 # -- from processes ---------------------------------------------------------------------------------------------
@@ -300,6 +306,8 @@ class Judged(Message, frozen=True, kw_only=True):
     reward: float | None
     parts: dict[str, float]
     failed: str | None
+    replayed: tuple[str, ...] = ()
+    """As in `Played`."""
 
 
 class Played(Message, frozen=True, kw_only=True):
@@ -309,7 +317,7 @@ class Played(Message, frozen=True, kw_only=True):
     observation: str | None
     done: bool
     replayed: tuple[str, ...] = ()
-    """What it answered to the earlier turns, if they had to be played again."""
+    """What it said to begin with and to the earlier turns, if they had to be played again."""
     failed: str | None = None
 
 
@@ -330,7 +338,9 @@ class Died(Message, frozen=True, kw_only=True):
     """The same would happen to the next life."""
 
 
-ToProcess = Start | Do | Threads | Stop | Submit | Export | Import | Extend | End | Train | Meet | Save | Judge | Play
+ToProcess = (
+    Start | Do | Threads | Stop | Submit | Export | Import | Extend | End | Train | Meet | Save | Judge | Play | Drop
+)
 FromProcess = (
     Joined
     | Report

@@ -7,7 +7,9 @@ Invariants:
 - what an environment says is in the books before anybody acts on it, so wherever the trajectory goes on, it is there;
 - a turn that waits for its environment is not decoded, also if its instance is lost meanwhile;
 - a session that is lost with its process is played again from the texts so far; if it answers otherwise than before,
-  the trajectory has failed.
+  the trajectory has failed;
+- what is said of a former attempt is ignored: the trajectory is somewhere else by now;
+- the orchestrator hears `Unparked` once for each `Parked`.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from dora_rl.core import events as e
 from dora_rl.core.nouns import Attempt, InstanceId, SlotId, TrajectoryId
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
     from dora_rl.runtime.processes import Process
 
 Submit = Callable[[TrajectoryId, SlotId], None]
+_OTHERWISE = "its environment was lost, and answered otherwise when it was played again"
 
 
 class Turns:
@@ -44,6 +49,7 @@ class Turns:
         submit: Submit,
         happen: Callable[[e.Event], None],
         most_tokens: int,
+        most_context: int,
         timeout: float,
     ) -> None:
         self._books = books
@@ -54,11 +60,14 @@ class Turns:
         self._submit = submit
         self._happen = happen
         self._most_tokens = most_tokens
+        self._most_context = most_context
         self._timeout = timeout
         self._place: dict[TrajectoryId, SlotId] = {}
         """Where it is, or is to go on."""
         self._waiting: dict[TrajectoryId, bool] = {}
         """Those whose environment is asked: is their KV parked at their place?"""
+        self._told: set[TrajectoryId] = set()
+        """Those that the orchestrator knows to be parked."""
         self._unheard: set[TrajectoryId] = set()
         """Those that were being moved when they should have gone on."""
 
@@ -72,6 +81,8 @@ class Turns:
     def resume(self, trajectory: TrajectoryId, attempt: Attempt, slot: SlotId) -> None:
         """It lost its place; at the new one it goes on when its environment has answered."""
         self._place[trajectory] = slot
+        self._unheard.discard(trajectory)
+        self._told.discard(trajectory)
         if trajectory in self._waiting:
             self._waiting[trajectory] = False
         elif not self._books.trajectory(trajectory).response or self._text.stopped(self._spoken(trajectory)):
@@ -79,28 +90,34 @@ class Turns:
         else:
             self._submit(trajectory, slot)
             return
-        self._happen(e.Parked(trajectory=trajectory, attempt=attempt, kv_tokens=0))
+        self._told.add(trajectory)
+        self._happen(e.Parked(trajectory=trajectory, attempt=attempt, kv_tokens=None))
 
-    def moved(self, trajectories: tuple[TrajectoryId, ...], target: SlotId) -> None:
+    def moved(self, event: e.Moved) -> None:
         """They are somewhere else now. What was said to their former place got lost on the way: say it again."""
-        for trajectory in trajectories:
-            self._place[trajectory] = target
+        for trajectory, attempt in zip(event.trajectories, event.attempts, strict=True):
+            if not self._current(trajectory, attempt):
+                continue
+            self._place[trajectory] = event.target
             if trajectory not in self._waiting and trajectory in self._unheard:
                 self._go_on(trajectory)
 
     def parked(self, event: e.Parked) -> None:
         """A turn has ended; the orchestrator hears it too."""
         self._happen(event)
-        self._ask(event.trajectory, parked=True)
+        if self._current(event.trajectory, event.attempt):
+            self._told.add(event.trajectory)
+            self._ask(event.trajectory, parked=True)
 
-    def forget(self, trajectory: TrajectoryId) -> None:
-        """It is over, one way or the other."""
-        self._place.pop(trajectory, None)
-        self._waiting.pop(trajectory, None)
-        self._unheard.discard(trajectory)
+    def failed(self, trajectory: TrajectoryId) -> None:
+        """It is over, and nobody will ask for its verdict."""
+        self._forget(trajectory)
+        self._judges.drop(trajectory)
 
-    def refused(self, trajectory: TrajectoryId, by: InstanceId) -> None:
+    def refused(self, trajectory: TrajectoryId, attempt: Attempt, by: InstanceId) -> None:
         """An instance did not have it parked: it is being moved, or has been; where it arrives it is told again."""
+        if not self._current(trajectory, attempt):
+            return
         place = self._place.get(trajectory)
         if place is not None and place.instance != by:
             self._go_on(trajectory)
@@ -109,11 +126,30 @@ class Turns:
 
     def score(self, trajectory: TrajectoryId, answer: Callable[[m.Judged], None]) -> None:
         """The verdict of its session; it has no turn to come."""
-        self.forget(trajectory)
+        self._forget(trajectory)
         finish = self._play(trajectory, finish=True)
-        self._judges.ask(finish, lambda reply: answer(_judged(reply)), self._timeout, trajectory)
+        self._judges.ask(
+            finish, lambda reply: answer(self._verdict(trajectory, _judged(reply))), self._timeout, trajectory
+        )
 
     # -- inside -----------------------------------------------------------------------------------------------
+
+    def _current(self, trajectory: TrajectoryId, attempt: Attempt) -> bool:
+        book = self._books.find(trajectory)
+        return book is not None and book.attempt == attempt and not book.failed
+
+    def _forget(self, trajectory: TrajectoryId) -> None:
+        """It has no turn to come."""
+        self._place.pop(trajectory, None)
+        self._waiting.pop(trajectory, None)
+        self._told.discard(trajectory)
+        self._unheard.discard(trajectory)
+
+    def _verdict(self, trajectory: TrajectoryId, verdict: m.Judged) -> m.Judged:
+        """A session that answered otherwise when it was played again is worth nothing."""
+        if self._books.find(trajectory) is None or self._as_before(trajectory, verdict.replayed):
+            return verdict
+        return msgspec.structs.replace(verdict, reward=None, failed=_OTHERWISE)
 
     def _ask(self, trajectory: TrajectoryId, *, parked: bool) -> None:
         self._waiting[trajectory] = parked
@@ -121,13 +157,16 @@ class Turns:
         self._judges.ask(message, lambda reply: self._answered(trajectory, reply), self._timeout, trajectory)
 
     def _play(self, trajectory: TrajectoryId, *, finish: bool) -> m.Play:
-        spans = self._books.trajectory(trajectory).spans()
+        book = self._books.trajectory(trajectory)
+        said = [tokens for observed, tokens in book.spans() if not observed]
+        if finish and book.ended != "environment":
+            said = said[:-1]  # cut off: its environment was never told
         return m.Play(
             item=0,
             session=trajectory,
             problem=self._books.group_of(trajectory).problem,
-            texts=tuple(self._text.decode(tokens) for observed, tokens in spans if not observed),
-            tokens=tuple(self._spoken(trajectory)),
+            texts=tuple(self._text.decode(tokens) for tokens in said),
+            tokens=tuple(said[-1]) if said else (),
             finish=finish,
         )
 
@@ -140,18 +179,14 @@ class Turns:
         book = self._books.find(trajectory)
         if book is None or book.failed or trajectory not in self._waiting:
             return
-        if isinstance(reply, m.Judged) or reply.failed is not None:
-            self.forget(trajectory)
-            self._happen(e.TrajectoryFailed(trajectory=trajectory, reason=reply.failed or "the environment failed"))
+        trouble = self._trouble(trajectory, reply)
+        if trouble:
+            self.failed(trajectory)
+            self._happen(e.TrajectoryFailed(trajectory=trajectory, reason=trouble))
             return
-        if not self._as_before(trajectory, reply.replayed):
-            self.forget(trajectory)
-            reason = "its environment was lost, and answered otherwise when it was played again"
-            self._happen(e.TrajectoryFailed(trajectory=trajectory, reason=reason))
-            return
-        opening = not book.response
-        said = () if reply.observation is None else self._text.observation(reply.observation)
-        over = reply.done or len(book.response) + len(said) + 1 >= self._most_tokens
+        assert isinstance(reply, m.Played)
+        said = self._said(reply)
+        over = reply.done or not self._fits(trajectory, len(said) + 1)
         if over:
             book.ended = "environment"
             self._ledger.said([], [(trajectory, "environment")])
@@ -161,14 +196,37 @@ class Turns:
             self._go_on(trajectory)
         else:
             self._submit(trajectory, self._place[trajectory])
-        if not opening:
-            self._happen(e.Unparked(trajectory=trajectory, attempt=book.attempt, kv_tokens=0))
+        if trajectory in self._told:
+            self._told.discard(trajectory)
+            self._happen(e.Unparked(trajectory=trajectory, attempt=book.attempt, kv_tokens=None))
+
+    def _trouble(self, trajectory: TrajectoryId, reply: m.Judged | m.Played) -> str:
+        """Why it can't go on after this."""
+        if isinstance(reply, m.Judged) or reply.failed is not None:
+            return reply.failed or "the environment failed"
+        if not self._as_before(trajectory, reply.replayed):
+            return _OTHERWISE
+        said, opening = self._said(reply), not self._books.trajectory(trajectory).response
+        fits = self._fits(trajectory, len(said) + 1)
+        if opening and not fits:
+            return "environment, reset: what it said leaves no room for a response"
+        if not opening and not said and not reply.done and fits:
+            return "environment, step: it said nothing, though it is not done"
+        return ""
+
+    def _said(self, reply: m.Played) -> tuple[int, ...]:
+        return () if reply.observation is None else self._text.observation(reply.observation)
+
+    def _fits(self, trajectory: TrajectoryId, more: int) -> bool:
+        """Whether it may have so many tokens more."""
+        response, prompt = len(self._books.trajectory(trajectory).response), self._books.group_of(trajectory).prompt
+        return response + more < self._most_tokens and len(prompt) + response + more < self._most_context
 
     def _as_before(self, trajectory: TrajectoryId, replayed: tuple[str, ...]) -> bool:
-        """What was played again is what was said the first time."""
+        """What was played again is what was said the first time; what left no room for more was not written down."""
         said = [tuple(tokens) for observed, tokens in self._books.trajectory(trajectory).spans() if observed]
         again = [self._text.observation(one) for one in replayed]
-        return not again or said[-len(again) :] == again
+        return not again or again[: len(said)] == said
 
     def _observe(self, trajectory: TrajectoryId, said: tuple[int, ...]) -> None:
         book = self._books.trajectory(trajectory)

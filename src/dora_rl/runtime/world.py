@@ -195,7 +195,7 @@ class ProcessWorld:
             case e.Moved():
                 self._noting.moved(event, at)
                 if self._doing.turns is not None:
-                    self._doing.turns.moved(event.trajectories, event.target)
+                    self._doing.turns.moved(event)
             case _:
                 pass
 
