@@ -211,7 +211,7 @@ def sound_weights(folder: Path) -> bytes:
 def ledger(folder: Path, data: bytes) -> None:
     """Damaged pages: an audit names something or finds nothing that matters; opening it raises what is typed."""
     for left in folder.glob("ledger.db*"):
-        left.unlink()
+        left.unlink(missing_ok=True)
     path = folder / "ledger.db"
     path.write_bytes(data)
     audit(path, Terms(1, 2, 1, False, None))
