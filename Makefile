@@ -9,7 +9,7 @@ STAMP  := $(VENV)/.installed
 .DEFAULT_GOAL := help
 
 help:            ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 setup: $(STAMP)  ## create .venv with everything that development needs
 
-test: setup      ## run all tests
+test: setup      ## run the tests, but for those of test-ray and test-vllm
 	$(BIN)/python -m pytest -n auto --reruns 2
 
 lint: setup      ## check format and lint
@@ -54,7 +54,7 @@ soak-run: setup  ## a run at full load for MINUTES (default 60) with a fault eve
 	$(BIN)/python -m benchmarks.soak_run --minutes $(or $(MINUTES),60) --quiet $(or $(QUIET),10)
 
 # A peer that can't be installed is reported as not run; the rest goes on.
-bench: setup          ## side by side with TRL, vLLM and llama.cpp, into docs/benchmarks.md (about 40 minutes)
+bench: setup          ## side by side with TRL, vLLM and llama.cpp, into docs/benchmarks.md (35 minutes; 70 if the results of its parts are old)
 	-@$(MAKE) --no-print-directory .venv-trl/.installed
 	-@$(MAKE) --no-print-directory .venv-vllm/.installed
 	-@$(MAKE) --no-print-directory .venv-llama/.installed
@@ -75,7 +75,7 @@ bench-quick: setup    ## the same with fewer steps and repeats (under 10 minutes
 	.venv-llama/bin/pip install --quiet 'llama-cpp-python>=0.3.7'
 	@touch $@
 
-bench-control: setup  ## cost of an orchestrator event at 64 and at 4,096 instances, and the simulator's speed
+bench-control: setup  ## cost of an orchestrator event at 64 and at 4,096 instances, the simulator's speed, and the headline
 	$(BIN)/python -m benchmarks.control
 
 bench-engine: setup .venv-vllm/.installed  ## the engine against generate and vLLM, migration and slots (about 20 minutes)
@@ -101,7 +101,7 @@ bench-engine: setup .venv-vllm/.installed  ## the engine against generate and vL
 test-vllm: .venv-vllm/.tested  ## run the tests of vLLM on the CPU, in an environment of its own (3.4 GB, about 5 minutes)
 	.venv-vllm/bin/python -m pytest tests/rollout tests/engine/test_vllm_settings.py
 
-paper-table: setup    ## calibrate on the synchronous rows, then predict the others and the headline
+paper-table: setup    ## calibrate on the synchronous rows, then predict the others
 	$(BIN)/python -m benchmarks.paper_table
 
 bench-trainer: setup  ## the update of a step against TRL's on one batch, and the time from published to served
