@@ -38,7 +38,7 @@ def leftovers(supervisor: Supervisor, outcome: dict[str, Any]) -> list[str]:
     for segment in Path("/dev/shm").glob("dora-rl-*"):
         owner = segment.name.removeprefix("dora-rl-kv-").split("-")[0]
         mine = owner.isdigit() and int(owner) in everybody
-        if mine or segment.name.startswith(f"dora-rl-{supervisor.folder.path.name}-"):
+        if mine or segment.name == f"dora-rl-{supervisor.folder.memory}":
             found.append(f"{segment} is left")
     found += [f"descriptor {one} is left open" for one in outcome.get("leaked", [])]
     litter = [*supervisor.folder.path.rglob(".staged-*"), *supervisor.folder.path.rglob(".partial-*")]

@@ -111,11 +111,14 @@ class RunFolder:
         from dora_rl.weights.store import WeightStore
 
         if config.weights == "memory":
-            # Runs of one name in different folders are different runs.
-            path = self.path.resolve()
-            place = hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()
-            return WeightStore.in_shared_memory(f"{path.name}-{place}", keep=_ALL_VERSIONS)
+            return WeightStore.in_shared_memory(self.memory, keep=_ALL_VERSIONS)
         return WeightStore(self.weights, keep=_ALL_VERSIONS, durable=True)
+
+    @property
+    def memory(self) -> str:
+        """Names the run among all of this machine: runs of one name in different folders are different runs."""
+        path = self.path.resolve()
+        return f"{path.name}-{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
 
     def _document(self) -> Any:
         try:
