@@ -7,7 +7,7 @@ import random
 import pytest
 from msgspec.structs import replace
 
-from dora_rl.control.config import ControlConfig, ModeName
+from dora_rl.control.config import ControlConfig, Deadlines, ModeName
 from dora_rl.control.orchestrator import Orchestrator
 from dora_rl.control.placement import Facts, VersionFacts, deadline, proportional
 from dora_rl.control.predict import LengthPredictor
@@ -240,6 +240,28 @@ def test_requests_on_a_paused_instance_go_on_although_no_other_slot_has_their_ve
     load(0, "b")
     moves = [it for it in commands if isinstance(it, c.Move)]
     assert [(it.source.instance, it.target.instance) for it in moves] == [("shared", "b")]
+
+
+def test_each_turn_of_an_environment_has_a_deadline_of_its_own() -> None:
+    deadlines = Deadlines(tool=10, heartbeat=1000, progress=1000, train=1000)
+    orchestrator = started(CONFIG.model_copy(update={"deadlines": deadlines}))
+
+    def after(seconds: float, event: e.Event) -> list[c.Command]:
+        return [one for one in orchestrator.step(event, int(seconds * SECOND)) if isinstance(one, c.FailTrajectory)]
+
+    assert not after(0, e.Parked(trajectory=0, attempt=0, kv_tokens=0))
+    assert not after(6, e.Unparked(trajectory=0, attempt=0, kv_tokens=None))
+    assert not after(7, e.Parked(trajectory=0, attempt=0, kv_tokens=None))
+    assert not after(11, e.Tick())  # the first turn's deadline; this is the second
+    failed = after(18, e.Tick())
+    assert [one.trajectory for one in failed] == [0]
+
+
+def test_what_is_not_known_of_an_instances_load_does_not_change_it() -> None:
+    orchestrator = started()
+    orchestrator.step(e.Progress(instance="a", kv_tokens=500, tokens={0: 3}), 1)
+    orchestrator.step(e.Parked(trajectory=0, attempt=0, kv_tokens=None), 2)
+    assert orchestrator._context.fleet.instances["a"].kv_tokens == 500
 
 
 def test_the_same_events_give_the_same_commands() -> None:
