@@ -246,7 +246,7 @@ def test_each_turn_of_an_environment_has_a_deadline_of_its_own() -> None:
     deadlines = Deadlines(tool=10, heartbeat=1000, progress=1000, train=1000)
     orchestrator = started(CONFIG.model_copy(update={"deadlines": deadlines}))
 
-    def after(seconds: float, event: e.Event) -> list[c.Command]:
+    def after(seconds: float, event: e.Event) -> list[c.FailTrajectory]:
         return [one for one in orchestrator.step(event, int(seconds * SECOND)) if isinstance(one, c.FailTrajectory)]
 
     assert not after(0, e.Parked(trajectory=0, attempt=0, kv_tokens=0))
