@@ -206,6 +206,8 @@ class ProcessWorld:
         if self._deferred or self.evaluating:
             return False
         trainer = self._parts.crew.trainer
+        if trainer.channel is None or trainer.heard is None:
+            return False  # there is nobody to ask yet; a trainer that comes up has a deadline for that
         if self._saving is None:
             self._saving = time.monotonic()
             trainer.send(m.Save())
