@@ -39,7 +39,8 @@ class Stage:
         self.host = SimpleNamespace(give_up=lambda _: None)
         self.notices: list[str] = []
         self.wanted_instances = 0
-        nothing: Any = SimpleNamespace(note=lambda *_, **__: None, groups={}, stop_ids=())
+        does_nothing = dict.fromkeys(("note", "settle", "flush"), lambda *_, **__: None)
+        nothing: Any = SimpleNamespace(**does_nothing, groups={}, stop_ids=(), trouble="")
         processes: Any = self
         self.world = ProcessWorld(
             config=build(RunConfig, TREE),
@@ -62,6 +63,9 @@ class Stage:
 
     def cores(self, _machine: str) -> int:
         return 1
+
+    def silent(self, *_: float) -> list[tuple[Process, str]]:
+        return []
 
     def bury(self, process: Process, _reason: str) -> bool:
         process.channel = None

@@ -249,6 +249,7 @@ class ProcessWorld:
         parts.recorder.flush()
         self._doing.retire_again()
         self._scale()
+        self._see_to_evaluation()
         for process, reason in parts.processes.silent(self._deadlines.load, self._deadlines.heartbeat):
             if process.hosted is not None:  # ranks are lost together
                 self._lost(process, reason)
@@ -256,6 +257,20 @@ class ProcessWorld:
             self._troubled = parts.ledger.trouble
             if self._troubled:
                 parts.notice(self._troubled)
+
+    def _see_to_evaluation(self) -> None:
+        """No run waits for an evaluation for ever."""
+        evaluation = self._parts.evaluation
+        stuck = None if evaluation is None else evaluation.overdue(self._deadlines.train)
+        if evaluation is None or stuck is None:
+            return
+        waits = stuck.hosted is not None and stuck.hosted.waits
+        why = "there was no room for it" if waits else "it got nowhere"
+        self._parts.processes.dismiss(stuck)
+        evaluation.give_up()
+        reason = f"{why} for {self._deadlines.train:g} s (deadlines.train)"
+        self._parts.recorder.note("lost", self.now(), who=stuck.name, reason=reason)
+        self._parts.notice(f"{stuck.name} is given up: {reason}; the run goes on without evaluations")
 
     def _release(self) -> None:
         """Carry out what waited for the ledger."""
