@@ -109,3 +109,15 @@ def test_a_trainer_that_comes_back_at_the_end_is_asked_to_save() -> None:
     assert m.Save() in line.said
     world._saved(3, "")
     assert world._over()
+
+
+def test_instances_that_were_given_up_leave_first() -> None:
+    stage = Stage()
+    assert stage.scale(4) == {"i0", "i1", "i2", "i3"}
+    for number in (0, 2):
+        stage.crew.places[number].given_up = True
+    assert stage.scale(3) == {"i1", "i2", "i3"}
+    assert stage.scale(1) == {"i1"}
+    assert [process.place for process in stage.all if process.role == "instance"] == ["i1"]
+    assert stage.scale(2) == {"i0", "i1"}  # filled anew
+    assert not any(process.given_up for process in stage.crew.places)

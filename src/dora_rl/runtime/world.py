@@ -326,7 +326,10 @@ class ProcessWorld:
         while len(crew.places) < wanted:
             crew.begin_instance()
         while len(crew.places) > wanted:
-            self._dismiss(crew.places.pop())
+            # Of those given up nothing is lost, and somebody has to be left.
+            leaving = next((one for one in crew.places if one.given_up), crew.places[-1])
+            crew.places.remove(leaving)
+            self._dismiss(leaving)
 
     def _dismiss(self, process: Process) -> None:
         """An instance leaves: to the orchestrator it is lost, and its requests go on elsewhere from their tokens."""
