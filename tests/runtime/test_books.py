@@ -104,8 +104,9 @@ def test_experts_are_of_the_tokens_that_the_policy_said() -> None:
     experts = np.arange(3 * 2 * 2, dtype=np.int16).reshape(3, 2, 2)
     said = ((7, 8), experts[:2]), ((5, 5, 5), None), ((9,), experts[2:]), ((5,), None)
     for tokens, used in said:
-        row = (array("i", tokens).tobytes(), array("f", [-1.0] * len(tokens)).tobytes(), int(used is None))
-        book.take(SaidRow(0, len(book.response), 0, *row, *([] if used is None else [used.tobytes(), 2, 2])))
+        logprobs = array("f", [-1.0] * len(tokens)).tobytes()
+        row = SaidRow(0, len(book.response), 0, array("i", tokens).tobytes(), logprobs, int(used is None))
+        book.take(row if used is None else row._replace(experts=used.tobytes(), experts_layers=2, experts_used=2))
     book.reward = 1.0
     (trajectory,) = group(made.trained(0)).trajectories
     assert trajectory.routed_experts is not None
