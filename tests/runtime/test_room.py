@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("ray", reason="the Ray runtime needs the extra `ray`")
 
 from dora_rl.core.config import build
+from dora_rl.core.errors import ConfigError
 from dora_rl.runtime.cluster import nodes
 from dora_rl.runtime.cluster.start import _cpus
 from dora_rl.runtime.config import RunConfig
@@ -51,6 +52,12 @@ def test_the_only_room_is_for_an_instance(cluster: dict[str, dict[str, float]]) 
     del cluster["there"]
     cluster["here"]["CPU"] = 2.0
     assert nodes.room(config(evaluation={"every": 2}), "here") == 1
+
+
+def test_a_trainer_on_any_node_can_not_publish_in_memory() -> None:
+    with pytest.raises(ConfigError, match=r"'weights' must be 'disk' with 'ray\.shared_folder'"):
+        config(ray={"shared_folder": True}, weights="memory")
+    assert config(weights="memory").weights == "memory"
 
 
 def test_a_cluster_of_this_machine_has_cores_for_all_ranks() -> None:
