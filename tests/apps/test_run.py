@@ -235,6 +235,29 @@ def test_eval_says_what_it_needs(made_run: MadeRun, arguments: list[str], compla
     assert complaint in str(done.exception)
 
 
+def test_eval_says_before_it_begins_that_its_result_can_not_be_written(
+    made_run: MadeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dora_rl.apps.evaluate.respond", lambda *_: pytest.fail("it began"))
+    (tmp_path / "file").touch()
+    for out in (tmp_path, tmp_path / "file" / "result.json"):
+        done = run("eval", made_run.folder.path, "--json", out)
+        assert isinstance(done.exception, UserError)
+        assert f"cannot write {out}" in str(done.exception)
+
+
+def test_eval_without_reward_functions_says_so(
+    made_run: MadeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dora_rl.apps.evaluate.respond", lambda *_: pytest.fail("it began"))
+    config = made_run.folder.read()
+    lonely = config.model_copy(update={"reward": config.reward.model_copy(update={"functions": ()})})
+    monkeypatch.setattr("dora_rl.runtime.folder.RunFolder.read", lambda _: lonely)
+    done = run("eval", made_run.folder.path, "--json", tmp_path / "result.json")
+    assert isinstance(done.exception, UserError)
+    assert "'reward.functions' is empty" in str(done.exception)
+
+
 # -- the documents ----------------------------------------------------------------------------------------------
 
 

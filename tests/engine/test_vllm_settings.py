@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -12,7 +13,7 @@ import pytest
 from dora_rl.core.config import build
 from dora_rl.core.errors import ConfigError
 from dora_rl.engine.config import EngineConfig
-from dora_rl.engine.vllm.core import Lora, arguments
+from dora_rl.engine.vllm.core import Lora, arguments, listen_to_nobody
 from dora_rl.engine.vllm.installed import VllmError, check
 from dora_rl.models.loading import ModelConfig
 from dora_rl.runtime.config import RunConfig
@@ -52,6 +53,18 @@ def test_further_arguments_are_passed_on_but_not_over_ours() -> None:
     config = EngineConfig.model_validate({"kind": "vllm", "vllm": {"arguments": {"seed": 7}}})
     with pytest.raises(ConfigError, match="must leave 'seed' to other settings"):
         of(config)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the loopback is called otherwise")
+def test_an_engine_of_one_process_listens_on_the_loopback_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    listen_to_nobody()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    listen_to_nobody()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
 
 
 def test_a_gguf_file_is_refused() -> None:

@@ -101,7 +101,7 @@ def test_stopped_evaluator_is_replaced(host: Host, base: Path) -> None:
 
 def test_pending_evaluations_are_asked_again_after_a_restart(host: Host, base: Path) -> None:
     """All four wait for an evaluator that is stopped, also when all steps are done, and the supervisor is killed."""
-    control = {"deadlines": {"heartbeat": 600.0}}
+    control = {"deadlines": {"heartbeat": 600.0, "train": 600.0}}
     run = begin(host, base, "evaluations", {"control": control, "data": {"held_out": 4}, "evaluation": {"every": 2}})
     while "evaluator" not in run.pids():
         assert run.alive()

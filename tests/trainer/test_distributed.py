@@ -52,12 +52,33 @@ def test_two_processes_give_the_gradient_and_weights_of_one(folder: Path, name: 
         torch.testing.assert_close(two["weights"][key], tensor, atol=2e-4, rtol=1e-3)
 
 
-def test_all_processes_report_the_metrics_of_one(folder: Path) -> None:
-    one, two, other = (results(folder, *where)["untied"]["metrics"] for where in ((1,), (2, 0), (2, 1)))
+@pytest.mark.parametrize("name", ["untied", "moe-alone"])
+def test_all_processes_report_the_metrics_of_one(folder: Path, name: str) -> None:
+    one, two, other = (results(folder, *where)[name]["metrics"] for where in ((1,), (2, 0), (2, 1)))
     timed = {"tokens_per_second", "timing_s/train", "mfu", "kl", "correction/mean", "reference_kl"}
-    for name in one.keys() - timed:
-        assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-4), name
-        assert other[name] == two[name], name
+    for key in one.keys() - timed:
+        assert two[key] == pytest.approx(one[key], rel=1e-3, abs=1e-4), key
+        assert other[key] == two[key], key
+
+
+def test_what_lies_elsewhere_is_exchanged_where_the_processes_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL takes nothing from the host."""
+
+    class Values:
+        def __init__(self, device: str) -> None:
+            self.device = device
+
+        def to(self, device: str) -> Values:
+            return Values(device)
+
+    exchanged: list[str] = []
+    monkeypatch.setattr("torch.distributed.get_backend", lambda: "nccl")
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda values, _: exchanged.append(values.device))
+    values: Any = Values("cpu")
+    world = World(0, 2)
+    back: list[Any] = [world.sum(values), world.max(values)]
+    assert [one.device for one in back] == ["cpu", "cpu"]
+    assert exchanged == ["cuda", "cuda"]
 
 
 def test_every_process_learns_of_a_bad_trajectory(folder: Path) -> None:

@@ -24,11 +24,13 @@ MODELS: dict[str, Any] = {
     "tied": lambda: llama(tie_word_embeddings=True),
     "untied": llama,
     "moe": moe,
+    "moe-alone": moe,
     "lora": llama,
     "offload": llama,
     "checkpointing": llama,
 }
 SETTINGS: dict[str, Any] = {name: {"optimiser": {"learning_rate": 1e-2}, "micro_batch_tokens": 60} for name in MODELS}
+SETTINGS["moe-alone"] = SETTINGS["moe-alone"] | {"micro_batch_tokens": 10_000}  # of two processes one has no work
 SETTINGS["lora"] = SETTINGS["lora"] | {"lora": {"rank": 4}}
 SETTINGS["offload"] = SETTINGS["offload"] | {"optimiser": {"learning_rate": 1e-2, "offload": True}}
 SETTINGS["checkpointing"] = SETTINGS["checkpointing"] | {

@@ -60,10 +60,15 @@ def evaluate(
     """Evaluate a run's policy, or a model, on held-out prompts."""
     need_torch()
     asked = _asked(policy, config, version, json_file)
+    if not asked.config.reward.functions:
+        raise UserError(
+            "'reward.functions' is empty, and eval judges one response by nothing else, without the run's environment: "
+            "give a config that names some with --config FILE"
+        )
+    _make_sure_of(asked.out)
     count = samples or asked.config.evaluation.samples
     result = summary(respond(asked, count), asked.config.evaluation.right, count)
     result = {"policy": str(asked.model), "version": asked.version, **result}
-    asked.out.parent.mkdir(parents=True, exist_ok=True)
     asked.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     _say(result, asked)
 
@@ -100,6 +105,15 @@ def interval(means: list[float], samples: int) -> tuple[float, float]:
     middle = (mean + square / 2) / (1 + square)
     half = _NORMAL / (1 + square) * math.sqrt(mean * (1 - mean) / count + square / (4 * count))
     return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def _make_sure_of(out: Path) -> None:
+    """Evaluating takes long: what keeps its result from being written is said before."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.open("a").close()
+    except OSError as error:
+        raise UserError(f"cannot write {out}: {error.strerror}") from error
 
 
 # -- what is asked ----------------------------------------------------------------------------------------------

@@ -50,8 +50,9 @@ class TrajectoryBook:
     def take(self, said: SaidRow) -> None:
         self.response.frombytes(said.tokens)
         self.logprobs.frombytes(said.logprobs)
-        self.experts += said.experts
-        self.experts_shape = (said.experts_layers, said.experts_used)
+        if said.experts:  # what the environment says has none
+            self.experts += said.experts
+            self.experts_shape = (said.experts_layers, said.experts_used)
         self._part(bool(said.observed), len(said.tokens) // self.response.itemsize)
         if not self.versions or self.versions[-1] != said.version:
             self.versions.append(said.version)

@@ -150,6 +150,8 @@ class RunConfig(Config):
             raise ValueError("'control.mode' can't be 'partial' with vLLM, which would change weights under old KV")
         if self.evaluation.every and self.environment.kind is not None:
             raise ValueError("'evaluation.every' must be 0 with an environment: held-out prompts have one turn")
+        if self.runtime == "ray" and self.ray.shared_folder and self.weights == "memory":
+            raise ValueError("'weights' must be 'disk' with 'ray.shared_folder': no other node sees this one's memory")
         return self
 
     def request_sampling(self, stop_ids: tuple[int, ...], *, temperature: float | None = None) -> Sampling:

@@ -2,12 +2,14 @@
 
 Invariants:
 - an evaluation is of one version, whose weights are held until it is over;
-- it takes no request off rollout and no weights from it; what it costs is the time of the cores it shares.
+- it takes no request off rollout and no weights from it; what it costs is the time of the cores it shares;
+- once there will be no engine for it any more, nothing is pending and nothing is held: no run waits for it then.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -106,6 +108,10 @@ class Evaluation:
         self._now: _Running | None = None
         self._process: Process | None = None
         self._joined = False
+        self._gone = False
+        """There will be no engine."""
+        self._moved = 0.0
+        """When it last got anywhere: an engine that comes up again and again does not."""
 
     @property
     def pending(self) -> int:
@@ -113,6 +119,10 @@ class Evaluation:
 
     def ask(self, version: Version, processes: Processes) -> None:
         """Evaluate a version as soon as those before it are done."""
+        if self._gone:
+            return
+        if not self.pending:
+            self._moved = time.monotonic()
         self._waiting.append((version, self._store.lease(version)))
         if self._process is None:
             self._process = processes.start("instance", "evaluator")
@@ -128,8 +138,13 @@ class Evaluation:
             self._waiting.appendleft((self._now.version, self._now.lease))
             self._now = None
 
+    def overdue(self, seconds: float) -> Process | None:
+        """The engine, if it is waited for and has got nowhere for so long: it waits for room, or hangs."""
+        return self._process if self.pending and time.monotonic() > self._moved + seconds else None
+
     def give_up(self) -> None:
         """There will be no engine: let go of all."""
+        self._gone = True
         self.lost()
         for _, lease in self._waiting:
             lease.close()
@@ -144,6 +159,7 @@ class Evaluation:
         if not isinstance(message, m.Report) or running is None:
             return
         for said in message.said:
+            self._moved = time.monotonic()
             running.responses[said.trajectory].frombytes(said.tokens)
         for event in message.events:
             match event:
@@ -196,6 +212,7 @@ class Evaluation:
     def _score(self, running: _Running, reward: float | None) -> None:
         if running is not self._now:
             return
+        self._moved = time.monotonic()
         running.rewards.append(0.0 if reward is None else reward)
         running.failed += reward is None
         if len(running.rewards) == len(running.responses):

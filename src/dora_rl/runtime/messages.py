@@ -124,7 +124,7 @@ class TrainedTrajectory(Message, frozen=True, kw_only=True):
     reward: float
     stop_reason: StopReason
     experts: bytes = b""
-    """int16 [response tokens, layers, experts], empty if not recorded"""
+    """int16 [tokens that the policy said, layers, experts], empty if not recorded"""
     experts_shape: tuple[int, int] = (0, 0)
 
 

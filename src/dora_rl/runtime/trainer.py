@@ -179,10 +179,11 @@ def _trajectory(sent: m.TrainedTrajectory) -> Trajectory:
     logprobs = np.frombuffer(sent.logprobs, dtype=np.float32)
     experts = None
     if sent.experts:
-        said = np.frombuffer(sent.experts, dtype=np.int16).reshape(len(response), *sent.experts_shape)
-        # A token's record is of the pass that gave its logits, which is the pass over the token before it.
+        said = np.frombuffer(sent.experts, dtype=np.int16).reshape(-1, *sent.experts_shape)
+        # A token's record is of the pass that gave its logits, which is the pass over the token before it. What the
+        # environment said has none.
         experts = np.full((len(prompt) + len(response), *sent.experts_shape), -1, dtype=np.int16)
-        experts[len(prompt) - 1 : -1] = said
+        experts[len(prompt) - 1 : -1][spoken] = said
     return Trajectory(
         id=sent.id,
         version=sent.version,

@@ -31,14 +31,17 @@ class Verdicts:
 
     def note(self, event: e.Event, commands: Sequence[c.Command], newest: Version | None) -> None:
         """An event and what answered it, after the books have taken note; raises `RunError` if all was in vain."""
-        failed = [command for command in commands if isinstance(command, c.GroupFailed)]
-        self._failed += failed
-        if isinstance(event, e.Scored) and not failed and self._whole(event.trajectory // self._size):
+        self._failed += [command for command in commands if isinstance(command, c.GroupFailed)]
+        ended = [command.trajectory for command in commands if isinstance(command, c.FailTrajectory)]
+        if isinstance(event, e.Scored):
+            ended.append(event.trajectory)
+        if any(self._well(trajectory // self._size) for trajectory in ended):
             self._failed.clear()
         if len(self._failed) > self._most:
             raise RunError(self._sentence(newest))
 
-    def _whole(self, group: int) -> bool:
+    def _well(self, group: int) -> bool:
+        """The group is over and goes to the trainer; the books have none that failed."""
         book = self._books.groups.get(group)
         return book is not None and all(one.failed or one.reward is not None for one in book.trajectories.values())
 

@@ -206,6 +206,8 @@ class ProcessWorld:
         if self._deferred or self.evaluating:
             return False
         trainer = self._parts.crew.trainer
+        if trainer.channel is None or trainer.heard is None:
+            return False  # there is nobody to ask yet; a trainer that comes up has a deadline for that
         if self._saving is None:
             self._saving = time.monotonic()
             trainer.send(m.Save())
@@ -247,6 +249,7 @@ class ProcessWorld:
         parts.recorder.flush()
         self._doing.retire_again()
         self._scale()
+        self._see_to_evaluation()
         for process, reason in parts.processes.silent(self._deadlines.load, self._deadlines.heartbeat):
             if process.hosted is not None:  # ranks are lost together
                 self._lost(process, reason)
@@ -254,6 +257,20 @@ class ProcessWorld:
             self._troubled = parts.ledger.trouble
             if self._troubled:
                 parts.notice(self._troubled)
+
+    def _see_to_evaluation(self) -> None:
+        """No run waits for an evaluation for ever."""
+        evaluation = self._parts.evaluation
+        stuck = None if evaluation is None else evaluation.overdue(self._deadlines.train)
+        if evaluation is None or stuck is None:
+            return
+        waits = stuck.hosted is not None and stuck.hosted.waits
+        why = "there was no room for it" if waits else "it got nowhere"
+        self._parts.processes.dismiss(stuck)
+        evaluation.give_up()
+        reason = f"{why} for {self._deadlines.train:g} s (deadlines.train)"
+        self._parts.recorder.note("lost", self.now(), who=stuck.name, reason=reason)
+        self._parts.notice(f"{stuck.name} is given up: {reason}; the run goes on without evaluations")
 
     def _release(self) -> None:
         """Carry out what waited for the ledger."""
@@ -309,7 +326,10 @@ class ProcessWorld:
         while len(crew.places) < wanted:
             crew.begin_instance()
         while len(crew.places) > wanted:
-            self._dismiss(crew.places.pop())
+            # Of those given up nothing is lost, and somebody has to be left.
+            leaving = next((one for one in crew.places if one.given_up), crew.places[-1])
+            crew.places.remove(leaving)
+            self._dismiss(leaving)
 
     def _dismiss(self, process: Process) -> None:
         """An instance leaves: to the orchestrator it is lost, and its requests go on elsewhere from their tokens."""

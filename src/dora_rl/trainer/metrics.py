@@ -87,14 +87,15 @@ def of_experts(load: Sequence[torch.Tensor]) -> dict[str, float]:
     }
 
 
-def add_load(total: list[torch.Tensor], routers: Routers) -> None:
-    """Add the expert load of the last forward pass."""
-    load = routers.load()
+def add_load(total: list[torch.Tensor], routers: Routers, *, counts: bool) -> None:
+    """Add the expert load of the last forward pass. One that does not count adds zeros, so that all processes have as
+    many loads to sum, also those without work of their own."""
+    load = [one * counts for one in routers.load()]
     if not total:
         total.extend(load)
         return
-    for sum_, counts in zip(total, load, strict=True):
-        sum_ += counts
+    for sum_, one in zip(total, load, strict=True):
+        sum_ += one
 
 
 def training_flops(model: Any, tokens: int, attended: int) -> float:

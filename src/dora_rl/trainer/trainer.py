@@ -154,6 +154,7 @@ class Trainer:
             batch = pack(mine or planned[0][:1]).to(self.policy.device)
             loss = self._loss(opened, batch, anchors, weight=0.0 if mine is None else 1.0)
             loss.total.backward()  # type: ignore[no-untyped-call]
+            metrics.add_load(opened.expert_load, self.routers, counts=mine is not None)
             if mine is None:
                 continue
             bad.extend(t.id for t, finite in zip(batch.trajectories, loss.finite.tolist(), strict=True) if not finite)
@@ -213,8 +214,6 @@ class Trainer:
         opened.packed_tokens += batch.tokens.numel()
         opened.trained_tokens += len(batch.targets)
         opened.attended += sum(len(t.tokens) * (len(t.tokens) + 1) // 2 for t in batch.trajectories)
-        if self.routers.routers:
-            metrics.add_load(opened.expert_load, self.routers)
 
     def _update(self, opened: OpenStep) -> list[float]:
         """The optimiser's update with what is accumulated; no update if every group was skipped."""
@@ -270,15 +269,14 @@ class Trainer:
         values = torch.tensor([opened.sums.get(key, 0.0) for key in keys] + counts, dtype=torch.float64)
         *sums, packed_tokens, trained_tokens, attended = self.world.sum(values).tolist()
         max_ratio = float(self.world.max(torch.tensor(opened.max_ratio)))
-        for counts_ in opened.expert_load:
-            self.world.sum(counts_)
+        expert_load = [self.world.sum(load) for load in opened.expert_load]
         seconds = max(opened.seconds, 1e-9)
         flops = metrics.training_flops(self.model, int(packed_tokens), int(attended))
         advantages = torch.tensor(list(opened.advantages.values()), dtype=torch.float64)
         return {
             **metrics.of_groups(opened.groups, opened.step),
             **metrics.of_tokens(dict(zip(keys, sums, strict=True)), max_ratio, opened.denominators),
-            **metrics.of_experts(opened.expert_load),
+            **metrics.of_experts(expert_load),
             "advantage/mean": float(advantages.mean()),
             "advantage/max": float(advantages.max()),
             "advantage/min": float(advantages.min()),

@@ -34,20 +34,16 @@ class World(NamedTuple):
         return [items[place] if place < len(items) else None for place in places]
 
     def sum(self, values: Tensor) -> Tensor:
-        if self.size > 1:
-            dist.all_reduce(values)
-        return values
+        return self._reduced(values, dist.ReduceOp.SUM)
 
     def max(self, values: Tensor) -> Tensor:
-        if self.size > 1:
-            dist.all_reduce(values, dist.ReduceOp.MAX)
-        return values
+        return self._reduced(values, dist.ReduceOp.MAX)
 
     def union(self, items: Sequence[int]) -> tuple[int, ...]:
         """All items of all processes, sorted."""
         if self.size == 1:
             return tuple(sorted(set(items)))
-        longest = int(self.max(torch.tensor(len(items), device=self._device)))
+        longest = int(self.max(torch.tensor(len(items))))
         if not longest:
             return ()
         # As many from each: a process with fewer repeats what it has, or says -1, which no item is.
@@ -59,7 +55,15 @@ class World(NamedTuple):
 
     def any(self, fact: bool) -> bool:
         """It is so for one of the processes."""
-        return bool(self.max(torch.tensor(int(fact), device=self._device if self.size > 1 else "cpu")))
+        return bool(self.max(torch.tensor(int(fact))))
+
+    def _reduced(self, values: Tensor, how: Any) -> Tensor:
+        """Over all processes; wherever the values lie, they lie there again."""
+        if self.size == 1:
+            return values
+        shared = values.to(self._device)
+        dist.all_reduce(shared, how)
+        return shared.to(values.device)
 
     @property
     def _device(self) -> str:

@@ -8,6 +8,7 @@ asks that no device was initialised, which holds for instances, whose parent com
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -78,6 +79,8 @@ class Core:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ["OMP_NUM_THREADS"] = str(threads)  # otherwise vLLM computes with one
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        if config.vllm.tensor_parallel_size == 1:
+            listen_to_nobody()
         torch.set_num_threads(threads)
         from vllm import SamplingParams
         from vllm.engine.arg_utils import EngineArgs
@@ -172,6 +175,12 @@ class Core:
     def adapter_differs(self, path: str, number: int, scale: float) -> str:
         """The same for an adapter that is scaled so."""
         return _first(self._engine.collective_rpc("dora_adapter_differs", args=(path, number, scale)))
+
+
+def listen_to_nobody() -> None:
+    """An engine of one process forms a group with itself, for which gloo would listen where the network can reach."""
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def arguments(model: ModelConfig, config: EngineConfig, *, slots: int, lora: Lora | None, seed: int) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class Head:
         config = self._folder.read()
         me = ray.get_runtime_context().current_actor
         self._shelf = Shelf(self._folder.store(config))
-        self._host = RayHost(self._folder, config.ray, self._shelf, me)
+        self._host = RayHost(self._folder, config, self._shelf, me)
         self._run: Run | None = None
         self._stopping = threading.Event()
         self._said: list[str] = []

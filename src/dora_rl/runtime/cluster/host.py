@@ -33,11 +33,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dora_rl.core.nouns import Version
 from dora_rl.core.processes import alive
-from dora_rl.runtime.cluster.config import NeedConfig, RayConfig
+from dora_rl.runtime.cluster.config import NeedConfig
 from dora_rl.runtime.cluster.door import LOOPBACK, Door, Hello, this_kernel
 from dora_rl.runtime.cluster.member import Member
 from dora_rl.runtime.cluster.nodes import cores_of, room
 from dora_rl.runtime.cluster.shelf import Shelf
+from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.folder import RunFolder
 from dora_rl.runtime.machine import Machine
 
@@ -96,9 +97,10 @@ def _kill(pid: int) -> bool:
 class RayHost:
     """The cluster."""
 
-    def __init__(self, folder: RunFolder, config: RayConfig, shelf: Shelf, supervisor: Any) -> None:
+    def __init__(self, folder: RunFolder, config: RunConfig, shelf: Shelf, supervisor: Any) -> None:
         self._folder = folder
-        self._config = config
+        self._run = config
+        self._config = config.ray
         self._shelf = shelf
         self._supervisor = supervisor
         self._kernel = this_kernel()
@@ -140,7 +142,7 @@ class RayHost:
 
     def room(self) -> int | None:
         """How many instances the cluster has room for, if it is to be filled."""
-        return room(self._config, self._node) if self._config.instances == "all" else None
+        return room(self._run, self._node) if self._config.instances == "all" else None
 
     def retired(self, version: Version) -> None:
         self._shelf.retired(version)

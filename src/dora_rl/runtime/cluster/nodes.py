@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import ray
 
-from dora_rl.runtime.cluster.config import RayConfig
+if TYPE_CHECKING:
+    from dora_rl.runtime.config import RunConfig
 
 
 def nodes() -> dict[str, dict[str, float]]:
@@ -19,13 +21,27 @@ def cores_of(node: str) -> int:
     return max(1, int(nodes().get(node, {}).get("CPU", 1)))
 
 
-def room(config: RayConfig, supervisor: str) -> int:
-    """How many instances fit onto the nodes beside the trainer; one too many would wait for room."""
-    need = config.instance.bundle()
-    found = 0
-    for node, has in nodes().items():
-        left = Counter(has)
-        if node == supervisor:
-            left.subtract(config.trainer.bundle())
-        found += max(0, min(int(left[name] / amount + 1e-9) for name, amount in need.items()))
-    return found
+def room(config: RunConfig, supervisor: str) -> int:
+    """How many instances fit onto the nodes beside the trainer and the evaluator; one too many would wait for room."""
+    need, rank = config.ray.instance.bundle(), config.ray.trainer.bundle()
+    left = nodes()
+    for _ in range(config.trainer.ranks):
+        costs = {
+            node: _fit(has, need) - _fit(_without(has, rank), need)
+            for node, has in left.items()
+            if _fit(has, rank) and (node == supervisor or config.ray.shared_folder)
+        }
+        if costs:  # which of them Ray will choose is not known: say the dearest
+            dearest = max(costs, key=costs.__getitem__)
+            left[dearest] = _without(left[dearest], rank)
+    found = sum(_fit(has, need) for has in left.values())
+    return found - 1 if config.evaluation.every and found > 1 else found
+
+
+def _fit(has: Mapping[str, float], need: Mapping[str, float]) -> int:
+    """How many times a bundle fits."""
+    return max(0, min(int(has.get(name, 0.0) / amount + 1e-9) for name, amount in need.items()))
+
+
+def _without(has: Mapping[str, float], need: Mapping[str, float]) -> dict[str, float]:
+    return {name: amount - need.get(name, 0.0) for name, amount in has.items()}
