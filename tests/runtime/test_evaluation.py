@@ -55,7 +55,7 @@ def test_an_evaluator_that_gets_nowhere_does_not_keep_a_run_from_ending(
     made.ask(2, stage)  # type: ignore[arg-type]
     evaluator = stage.all[-1]
     evaluator.hosted = SimpleNamespace(waits=waits)
-    deadline = stage.world._deadlines.train
+    deadline = stage.world._deadlines.load + stage.world._deadlines.train
     now += deadline - 1
     stage.world._look()
     assert stage.world.evaluating

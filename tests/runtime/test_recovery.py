@@ -90,7 +90,8 @@ def test_processes_that_do_not_come_up_are_replaced(host: Host, base: Path) -> N
 
 
 def test_stopped_evaluator_is_replaced(host: Host, base: Path) -> None:
-    run = begin(host, base, "evaluator", {"control": SHORT, "data": {"held_out": 4}, "evaluation": {"every": 2}})
+    control = {"deadlines": SHORT["deadlines"] | {"train": 60.0}}
+    run = begin(host, base, "evaluator", {"control": control, "data": {"held_out": 4}, "evaluation": {"every": 2}})
     while "evaluator" not in run.pids():
         assert run.alive()
         time.sleep(0.001)

@@ -261,14 +261,15 @@ class ProcessWorld:
     def _see_to_evaluation(self) -> None:
         """No run waits for an evaluation for ever."""
         evaluation = self._parts.evaluation
-        stuck = None if evaluation is None else evaluation.overdue(self._deadlines.train)
+        patience = self._deadlines.load + self._deadlines.train  # an engine that does not come up is replaced first
+        stuck = None if evaluation is None else evaluation.overdue(patience)
         if evaluation is None or stuck is None:
             return
         waits = stuck.hosted is not None and stuck.hosted.waits
         why = "there was no room for it" if waits else "it got nowhere"
         self._parts.processes.dismiss(stuck)
         evaluation.give_up()
-        reason = f"{why} for {self._deadlines.train:g} s (deadlines.train)"
+        reason = f"{why} for {patience:g} s (deadlines.load and deadlines.train)"
         self._parts.recorder.note("lost", self.now(), who=stuck.name, reason=reason)
         self._parts.notice(f"{stuck.name} is given up: {reason}; the run goes on without evaluations")
 
