@@ -207,7 +207,7 @@ def _vllm(command: list[str]) -> dict[str, list[float]]:
 
 def migration(model: Any, repeats: int) -> Figures:
     """Moving a request with 1,024 tokens of context by shared memory, against computing them again."""
-    engines = [make_engine(model) for _ in range(2)]
+    engines = [make_engine(model, stretch=1) for _ in range(2)]
     again, move = [], []
     for repeat in range(repeats):
         prompt = tuple(3 + (repeat + 7 * i) % 100 for i in range(1023))

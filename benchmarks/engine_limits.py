@@ -78,7 +78,7 @@ def _binds(step: float, products: float, flops: float, memory: float) -> str:
 
 
 def decode_seconds(engine: Engine, some: list[Request]) -> float:
-    """The shortest time of a step in which all of these decode and none prefills."""
+    """The shortest time of a step in which all of these decode and none prefills; a call may be several steps."""
     for request in some:
         engine.submit(request)
     seconds = []
@@ -87,8 +87,9 @@ def decode_seconds(engine: Engine, some: list[Request]) -> float:
         start = time.perf_counter()
         engine.step()
         took = time.perf_counter() - start
-        if engine.stats.decoded - before == len(some) and engine.stats.prefilled == prefilled:
-            seconds.append(took)
+        steps, rest = divmod(engine.stats.decoded - before, len(some))
+        if steps and not rest and engine.stats.prefilled == prefilled:
+            seconds.append(took / steps)
     return min(seconds)
 
 
