@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -27,11 +27,10 @@ from dora_rl.core.errors import IntegrityError, UserError
 from dora_rl.core.events import AnyEvent, Event
 from dora_rl.core.nouns import Nanoseconds, TrajectoryId
 from dora_rl.ledger.schema import SCHEMA_VERSION, TABLES
-from dora_rl.ledger.writing import Batch, Line, SaidRow, Writer, chain, digest
+from dora_rl.ledger.writing import Batch, EventRow, Line, SaidRow, Writer, chain, digest, tail
 
 _EVENT = msgspec.json.Decoder(AnyEvent)
 _COMMANDS = msgspec.json.Decoder(list[AnyCommand])
-_JSON = msgspec.json.Encoder()
 _PASSING = {
     sqlite3.SQLITE_FULL,
     sqlite3.SQLITE_IOERR,
@@ -87,7 +86,7 @@ class Ledger:
         """Called from the writer's thread whenever `durable` has grown."""
         self._reader = connect(path, create=True)
         check_pages(self._reader, path)
-        self.seq, self._chain = _tail(self._reader)
+        self.seq, _ = tail(self._reader)
         self.durable = self.seq
         if mirror is not None:
             self._copy(mirror)
@@ -108,17 +107,13 @@ class Ledger:
     def log(self, event: Event, commands: list[Command], at: Nanoseconds) -> int:
         """Write down an event and what it was answered with; its number."""
         begin = time.thread_time()
-        number = self.seq + 1
-        event_json, commands_json = _JSON.encode(event), _JSON.encode(commands)
-        self._chain = chain(self._chain, number, at, event_json, commands_json)
-        row = (number, at, event_json, commands_json, self._chain)
         with self._lock:
-            self.seq = number
-            self._batch.lines.append(Line(row, event, commands))
+            self.seq += 1
+            self._batch.lines.append(Line(self.seq, at, event, commands))
         if not self._work.is_set():
             self._work.set()
         self._handing += time.thread_time() - begin
-        return number
+        return self.seq
 
     def said(self, rows: Sequence[SaidRow], ended: Sequence[tuple[TrajectoryId, str]]) -> None:
         """Write down what was said, never later than the events that follow from it."""
@@ -195,28 +190,29 @@ class Ledger:
             with self._lock:
                 batch, self._batch = self._batch, Batch()
                 upto = self.seq
-            if self._commit(connection, writer, batch):
+            rows = writer.rows(batch.lines)
+            if self._commit(connection, writer, batch, rows):
                 writer.written(batch)
                 self.durable = upto
                 self._woken()
-                self._show(batch.lines)
+                self._show(rows)
             self._writing = time.thread_time()
             if self._closing and self._batch == Batch():
                 connection.close()
                 return
 
-    def _show(self, lines: list[Line]) -> None:
+    def _show(self, rows: list[EventRow]) -> None:
         """The log for people is made anew whenever the ledger is opened, so it may lack what there is no room for."""
-        if self._mirror is not None and lines:
+        if self._mirror is not None and rows:
             with contextlib.suppress(OSError), self._mirror.open("ab") as file:
-                file.write(b"".join([line.text() for line in lines]))
+                file.write(b"".join([row.text() for row in rows]))
 
-    def _commit(self, connection: sqlite3.Connection, writer: Writer, batch: Batch) -> bool:
+    def _commit(self, connection: sqlite3.Connection, writer: Writer, batch: Batch, rows: list[EventRow]) -> bool:
         """Write a batch, however long it takes; False if the end of the run came first."""
         while True:
             try:
                 with connection:
-                    writer.write(batch)
+                    writer.write(batch, rows)
                     connection.execute(_SECONDS, (f"{self._before + self.seconds:.3f}",))
                 self.trouble = ""
                 return True
@@ -296,10 +292,3 @@ def spent(connection: sqlite3.Connection) -> float:
     """Seconds that the ledger has cost so far."""
     found = connection.execute("SELECT value FROM meta WHERE key = 'seconds'").fetchone()
     return float(found[0]) if found else 0.0
-
-
-def _tail(connection: sqlite3.Connection) -> tuple[int, bytes]:
-    found: tuple[Any, ...] | None = connection.execute(
-        "SELECT seq, chain FROM events ORDER BY seq DESC LIMIT 1"
-    ).fetchone()
-    return (int(found[0]), bytes(found[1])) if found else (0, b"")

@@ -9,7 +9,7 @@ row, the other tables by deriving them from the log again.
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 TABLES = """
 -- Figures about the ledger itself.

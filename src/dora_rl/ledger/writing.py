@@ -17,11 +17,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import msgspec
+
 from dora_rl.core import commands as c
 from dora_rl.core import events as e
 from dora_rl.core.nouns import GroupId, Nanoseconds, StepId, TrajectoryId
 from dora_rl.ledger.derive import BARRIERS, GENERATED, INSERTS, SCORED, Statement, derive
 
+_JSON = msgspec.json.Encoder()
+_PACK = msgspec.msgpack.Encoder()
 _EVENT = "INSERT INTO events VALUES (?, ?, ?, ?, ?)"
 _SAID = "INSERT OR IGNORE INTO said VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _ENDED = "INSERT OR IGNORE INTO ended VALUES (?, ?, ?)"
@@ -48,16 +52,26 @@ class SaidRow(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A row of the event log, and what it was encoded from."""
+    """What the event log is to say."""
 
-    row: tuple[int, Nanoseconds, bytes, bytes, bytes]
-    """Number, time, event, commands, chain."""
+    seq: int
+    at: Nanoseconds
     event: e.Event
     commands: list[c.Command]
 
+
+class EventRow(NamedTuple):
+    """A line of the event log as it is written."""
+
+    seq: int
+    at: Nanoseconds
+    event: bytes
+    commands: bytes
+    chain: bytes
+
     def text(self) -> bytes:
         """For people."""
-        return b'{"seq":%d,"at":%d,"event":%s,"commands":%s}\n' % self.row[:4]
+        return b'{"seq":%d,"at":%d,"event":%s,"commands":%s}\n' % self[:4]
 
 
 @dataclass(slots=True)
@@ -74,15 +88,25 @@ class Writer:
 
     def __init__(self, connection: sqlite3.Connection, group_size: int) -> None:
         self._connection = connection
+        self._chain = tail(connection)[1]
         self._group_size = group_size
         self._trained: dict[StepId, set[GroupId]] = {}
         for step, group in connection.execute(_TRAINED, (group_size,)):
             self._trained.setdefault(step, set()).add(group)
 
-    def write(self, batch: Batch) -> None:
+    def rows(self, lines: list[Line]) -> list[EventRow]:
+        """The lines as rows of the event log, each chained to those before it: to be asked for once."""
+        rows = []
+        for seq, at, event, commands in lines:
+            event_json, commands_json = _JSON.encode(event), _JSON.encode(commands)
+            self._chain = chain(self._chain, seq, at, event_json, commands_json)
+            rows.append(EventRow(seq, at, event_json, commands_json, self._chain))
+        return rows
+
+    def write(self, batch: Batch, rows: list[EventRow]) -> None:
         """To be called in a transaction; if that fails, it is called again with the same batch."""
         many = self._connection.executemany
-        many(_EVENT, [line.row for line in batch.lines])
+        many(_EVENT, rows)
         first, rest = self._changes(batch.lines)
         for statement in INSERTS:
             if statement in first:
@@ -98,7 +122,7 @@ class Writer:
         first: dict[str, list[tuple[Any, ...]]] = {}
         rest = []
         for line in lines:
-            for statement, values in derive(line.event, line.commands, line.row[1], self._group_size):
+            for statement, values in derive(line.event, line.commands, line.at, self._group_size):
                 if statement in INSERTS:
                     first.setdefault(statement, []).append(values)
                 else:
@@ -163,7 +187,7 @@ def merged(rows: Iterable[SaidRow]) -> Iterator[SaidRow]:
 
 def _alike(row: SaidRow, other: SaidRow) -> bool:
     """Same version, same speaker, same record of experts."""
-    return (row.version, row.observed, *row[7:]) == (other.version, other.observed, *other[7:])
+    return row.version == other.version and row.observed == other.observed and row[7:] == other[7:]
 
 
 def _joined(parts: list[SaidRow]) -> SaidRow:
@@ -178,10 +202,17 @@ def _joined(parts: list[SaidRow]) -> SaidRow:
 
 def digest(row: Sequence[Any]) -> bytes:
     """Of a row that nothing else vouches for."""
-    texts = [value if type(value) is bytes else str(value).encode() for value in row]
-    return hashlib.blake2b(b"".join([b"%d %b" % (len(text), text) for text in texts]), digest_size=8).digest()
+    return hashlib.blake2b(_PACK.encode(row), digest_size=8).digest()
 
 
 def chain(before: bytes, seq: int, at: int, event: bytes, commands: bytes) -> bytes:
     """The digest of a line and all before it."""
     return hashlib.blake2b(b"%b%d %d %d %b%b" % (before, seq, at, len(event), event, commands), digest_size=16).digest()
+
+
+def tail(connection: sqlite3.Connection) -> tuple[int, bytes]:
+    """The number and the chain of the last line that is written."""
+    found: tuple[Any, ...] | None = connection.execute(
+        "SELECT seq, chain FROM events ORDER BY seq DESC LIMIT 1"
+    ).fetchone()
+    return (int(found[0]), bytes(found[1])) if found else (0, b"")

@@ -130,7 +130,8 @@ class ProcessWorld:
         for command in answered:
             if isinstance(command, _DURABLE):
                 self._deferred.append((number, command))
-                self._parts.ledger.sync()
+                if isinstance(command, c.Apply):  # the trainer waits; nobody waits for a version to be freed
+                    self._parts.ledger.sync()
             else:
                 self._doing.do(command)
         self._parts.crew.share_cores()
