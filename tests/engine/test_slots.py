@@ -35,11 +35,31 @@ def requests(version: int, first: int) -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("kernels", ["native", "torch"])
-def test_two_versions_side_by_side(kernels: str) -> None:
+def decoding_threads(engine: Any) -> set[int]:
+    """The threads that will have decoded stretches of the engine's slots."""
+    seen: set[int] = set()
+    for slot in engine.slots:
+        decode = slot.runner.decode
+
+        def noted(*given: Any, decode: Any = decode) -> int:
+            seen.add(threading.get_ident())
+            sampled: int = decode(*given)
+            return sampled
+
+        slot.runner.decode = noted
+    return seen
+
+
+@pytest.mark.parametrize(("kernels", "threads", "beside"), [("native", 1, 0), ("native", 3, 2), ("torch", 2, 0)])
+def test_two_versions_side_by_side(kernels: str, threads: int, beside: int) -> None:
+    """Where there are threads for each, both decode at once; what they say does not depend on it."""
     weights = two_versions()
-    engine = tiny.engine(tiny.model("llama"), weights=weights, versions=(0, 1), kernels=kernels)
+    engine = tiny.engine(
+        tiny.model("llama"), weights=weights, versions=(0, 1), kernels=kernels, threads=threads, stretch=1
+    )
+    seen = decoding_threads(engine) if kernels == "native" else set()
     both = tiny.run(engine, requests(0, 0) + requests(1, 100))
+    assert len(seen) == beside
     for version in (0, 1):
         alone = tiny.engine(tiny.model("llama"), weights=weights, versions=(version,), kernels=kernels)
         expected = tiny.run(alone, requests(version, 100 * version)).said

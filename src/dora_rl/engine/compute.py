@@ -1,7 +1,17 @@
-"""One forward pass and one draw for one slot: decoding rows first, then chunks of prompts."""
+"""What the slots of an engine compute in a step.
+
+Invariants:
+- a pass of a slot is a forward pass and a draw: decoding rows first, then chunks of prompts. Where a slot has nothing
+  but plain decoding rows, several steps are done in one call of the kernels;
+- slots that do nothing else decode side by side, each with its share of the threads and for about the same time: what
+  threads lose by waiting for each other grows with their number. Otherwise one comes after the other, with all of them.
+"""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -10,10 +20,19 @@ import numpy.typing as npt
 from dora_rl.engine.sampling import draw
 
 if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    from dora_rl.core.nouns import Nanoseconds
     from dora_rl.engine.batch import Batch
+    from dora_rl.engine.config import EngineConfig
     from dora_rl.engine.scheduler import Scheduler
     from dora_rl.engine.sequence import Sequence
     from dora_rl.engine.slots import Slot
+
+    Chunk: TypeAlias = tuple[Sequence, int]
+
+_PATIENCE: Nanoseconds = 5_000_000
+"""How long a request may have to wait for the decode steps of others before it joins."""
 
 
 class Work(NamedTuple):
@@ -32,24 +51,74 @@ class Pass(NamedTuple):
     ended: npt.NDArray[np.bool_]
 
 
-def compute(
-    slot: Slot,
-    chunks: list[tuple[Sequence, int]],
-    scheduler: Scheduler,
-    threads: int,
-    use_kernels: bool,
-    steps: int = 1,
-) -> Pass:
-    """Compute the decoding rows and the chunks of a slot, and sample for all that have their logits.
+class Computing:
+    """Passes of slots, by so many threads as there are at the time."""
 
-    Several steps are only for slots with nothing but plain decoding rows.
-    """
+    def __init__(self, scheduler: Scheduler, config: EngineConfig) -> None:
+        self._scheduler = scheduler
+        self._config = config
+        self._beside: ThreadPoolExecutor | None = None
+
+    def passes(self, slots: list[Slot], chunks: list[list[Chunk]], threads: int) -> Iterator[tuple[Slot, Pass]]:
+        """Compute slots that have something to do."""
+        decoding = not any(chunks)
+        if decoding and 1 < len(slots) <= threads and all(_plain(slot) for slot in slots):
+            yield from self._side_by_side(slots, threads // len(slots))
+            return
+        for slot in slots:
+            steps = self._steps(slot, _PATIENCE // len(slots)) if decoding and _plain(slot) else 1
+            begin = time.perf_counter_ns()
+            if steps > 1:
+                done = self._decoded(slot, _decode(slot, steps, threads))
+            else:
+                done = compute(slot, chunks[slot.index], self._scheduler, threads, self._config.kernels != "torch")
+            if decoding:
+                slot.pace = (time.perf_counter_ns() - begin) // steps
+            yield slot, done
+
+    def _side_by_side(self, slots: list[Slot], threads: int) -> Iterator[tuple[Slot, Pass]]:
+        if self._beside is None:
+            self._beside = ThreadPoolExecutor(self._config.slots - 1, thread_name_prefix="slot")
+        steps = [self._steps(slot, _PATIENCE) for slot in slots]
+        rest = [self._beside.submit(_timed, *one, threads) for one in zip(slots[1:], steps[1:], strict=True)]
+        sampled = [_timed(slots[0], steps[0], threads), *(one.result() for one in rest)]
+        for slot, count in zip(slots, sampled, strict=True):
+            yield slot, self._decoded(slot, count)
+
+    def _steps(self, slot: Slot, patience: Nanoseconds) -> int:
+        """How many decode steps to do in one go: as many as nobody who comes meanwhile would mind waiting for."""
+        wanted = max(1, min(self._config.stretch, patience // max(slot.pace, 1)))
+        return self._scheduler.look_ahead(slot.batch, wanted)
+
+    def _decoded(self, slot: Slot, sampled: int) -> Pass:
+        self._scheduler.stats.decoded += sampled
+        return Pass(Work(sampled), *slot.batch.notable(slot.batch.decode_rows()))
+
+
+def _plain(slot: Slot) -> bool:
+    """The kernels can decode all of its rows without anybody looking."""
     batch, runner = slot.batch, slot.runner
     assert runner is not None
-    if steps > 1:
-        sampled = runner.decode(batch, steps, threads)
-        scheduler.stats.decoded += sampled
-        return Pass(Work(sampled), *batch.notable(batch.decode_rows()))
+    return runner.stretches and bool(batch.plain[: batch.decoding].all())
+
+
+def _decode(slot: Slot, steps: int, threads: int) -> int:
+    assert slot.runner is not None
+    return slot.runner.decode(slot.batch, steps, threads)
+
+
+def _timed(slot: Slot, steps: int, threads: int) -> int:
+    """Decode, and note how long a step takes beside others."""
+    begin = time.perf_counter_ns()
+    sampled = _decode(slot, steps, threads)
+    slot.pace = (time.perf_counter_ns() - begin) // steps
+    return sampled
+
+
+def compute(slot: Slot, chunks: list[Chunk], scheduler: Scheduler, threads: int, use_kernels: bool) -> Pass:
+    """Compute the decoding rows and the chunks of a slot, and sample for all that have their logits."""
+    batch, runner = slot.batch, slot.runner
+    assert runner is not None
     complete = _lay_rows(batch, chunks)
     decoded = batch.decoding
     record = any(sequence.request.record_experts for sequence in batch.sequences)
@@ -78,7 +147,7 @@ def compute(
     return Pass(Work(decoded, prefilled - again, again), look, ended)
 
 
-def _keep_experts(experts: npt.NDArray[np.int16], start: int, chunks: list[tuple[Sequence, int]]) -> None:
+def _keep_experts(experts: npt.NDArray[np.int16], start: int, chunks: list[Chunk]) -> None:
     """Those of the prompts' rows, which stand behind the decoding ones."""
     for sequence, count in chunks:
         if sequence.request.record_experts and experts.size:
@@ -86,7 +155,7 @@ def _keep_experts(experts: npt.NDArray[np.int16], start: int, chunks: list[tuple
         start += count
 
 
-def _lay_rows(batch: Batch, chunks: list[tuple[Sequence, int]]) -> list[Sequence]:
+def _lay_rows(batch: Batch, chunks: list[Chunk]) -> list[Sequence]:
     """Fill the static buffers; gives the sequences whose last token is among the rows."""
     rows, count = batch.rows, batch.decoding
     rows.token[:count] = batch.token[:count]

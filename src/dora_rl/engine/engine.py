@@ -38,7 +38,7 @@ from dora_rl.core.nouns import Attempt, InstanceId, InstanceSpec, Nanoseconds, S
 from dora_rl.engine.batch import Batch, Flushed
 from dora_rl.engine.bundle import Bundle
 from dora_rl.engine.checks import check_request, reach, says_stop
-from dora_rl.engine.compute import Pass, Work, compute
+from dora_rl.engine.compute import Computing, Work
 from dora_rl.engine.kv import KvCache, KvShape
 from dora_rl.engine.moving import pack, unpack
 from dora_rl.engine.requests import Finished, Request, StepOutput, StopReason, Tokens
@@ -54,8 +54,6 @@ if TYPE_CHECKING:
     from dora_rl.engine.config import EngineConfig
 
 Clock = Callable[[], Nanoseconds]
-_PATIENCE: Nanoseconds = 5_000_000
-"""How long a request may have to wait for the decode steps of others before it joins."""
 
 
 class Engine:
@@ -97,6 +95,7 @@ class Engine:
             for index in range(config.slots)
         ]
         self._scheduler = Scheduler(self._cache, [slot.batch for slot in self.slots], config, self._report)
+        self._computing = Computing(self._scheduler, config)
         self._segments = Segments()
         self._sequences: dict[TrajectoryId, Sequence] = {}
         self._arrivals = 0
@@ -296,12 +295,10 @@ class Engine:
         start = self._clock()
         chunks = self._scheduler.plan()
         work = {}
-        for slot in self.slots:
-            if slot.batch.decoding or chunks[slot.index]:
-                steps = 1 if any(chunks) else self._steps(slot)
-                done = self._compute(slot, chunks[slot.index], steps)
-                work[slot.index] = done.work
-                self._look(slot, done.rows, done.ended)
+        busy = [slot for slot in self.slots if slot.batch.decoding or chunks[slot.index]]
+        for slot, done in self._computing.passes(busy, chunks, self.threads):
+            work[slot.index] = done.work
+            self._look(slot, done.rows, done.ended)
         self.stats.together = max(self.stats.together, len(work))
         end = self._clock()
         for slot in self.slots:
@@ -310,23 +307,6 @@ class Engine:
             self._scheduler.pressed = False
             self._events.append(KvPressure(instance=self.instance, kv_tokens=self.kv_tokens))
         return self.drain()
-
-    def _steps(self, slot: Slot) -> int:
-        """How many decode steps to do in one go: as many as nobody who comes meanwhile would mind waiting for."""
-        batch, runner = slot.batch, slot.runner
-        assert runner is not None
-        if not runner.stretches or not batch.plain[: batch.decoding].all():
-            return 1
-        busy = sum(bool(other.batch.decoding) for other in self.slots)
-        patience = _PATIENCE // busy // max(slot.pace, 1)
-        return self._scheduler.look_ahead(batch, max(1, min(self.config.stretch, patience)))
-
-    def _compute(self, slot: Slot, chunks: list[tuple[Sequence, int]], steps: int) -> Pass:
-        begin = time.perf_counter_ns()
-        done = compute(slot, chunks, self._scheduler, self.threads, self.config.kernels != "torch", steps)
-        if not chunks:
-            slot.pace = (time.perf_counter_ns() - begin) // steps
-        return done
 
     def drain(self) -> StepOutput:
         """What is waiting to be reported."""

@@ -295,9 +295,7 @@ int64_t scratch_floats(const Model* m, int rows, int threads, int context) {
 void forward(const Model* model, const Cache* cache, const Rows* rows, float* scratch, int threads, int context) {
     Scratch s;
     lay_out(*model, rows->count, threads, context, scratch, &s);
-    Team& team = Team::of_process();
-    team.run(threads, [&](int thread) {
-        Team::Round round(team, thread);
+    Team::run(threads, [&](Team::Round& round) {
         all_layers(*model, *cache, *rows, s, round, threads, context);
     });
 }
@@ -310,9 +308,7 @@ void multiply(int rows, const float* x, const float* w, int depth, int columns, 
     Scratch s;
     s.panels = scratch;
     s.panel = int64_t(PANEL) * depth;
-    Team& team = Team::of_process();
-    team.run(threads, [&](int thread) {
-        Team::Round round(team, thread);
+    Team::run(threads, [&](Team::Round& round) {
         in_pieces(round, threads, s, rows, x, w, depth, columns,
                   [&](int r, int n, vec v, int count) { put(out + int64_t(r) * columns + n, v, count); });
     });
@@ -322,15 +318,13 @@ void multiply(int rows, const float* x, const float* w, int depth, int columns, 
 void paged_attention(const Cache* cache, const Rows* rows, int layer, int heads, int window, float scale, float cap,
                      const float* query, float* scores, int context, float* out, int threads) {
     const int group = heads / cache->kv_heads, width = cache->head_dim, stride = context + 2 * W;
-    Team& team = Team::of_process();
-    team.run(threads, [&](int thread) {
-        Team::Round round(team, thread);
+    Team::run(threads, [&](Team::Round& round) {
         round.each(rows->count * cache->kv_heads, [&](int job) {
             int r = job / cache->kv_heads, h = job % cache->kv_heads, last = rows->position[r];
             int first = window > 0 && last + 1 > window ? last + 1 - window : 0;
             int64_t at = (int64_t(r) * heads + h * group) * width;
             attend_any(*cache, layer, rows->table + int64_t(rows->sequence[r]) * rows->table_stride, first, last, h,
-                       group, query + at, scale, cap, scores + int64_t(thread) * group * stride, stride, out + at);
+                       group, query + at, scale, cap, scores + int64_t(round.thread()) * group * stride, stride, out + at);
         });
     });
 }

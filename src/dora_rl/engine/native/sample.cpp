@@ -166,11 +166,9 @@ static void one(const Draws& d, int r, std::vector<float>& p, std::vector<float>
 }
 
 extern "C" void sample(const Draws* draws, int threads) {
-    Team& team = Team::of_process();
-    team.run(threads, [&](int thread) {
+    Team::run(threads, [&](Team::Round& round) {
         std::vector<float> p(draws->vocab + W), biased, some;
         std::vector<double> chunks;
-        Team::Round round(team, thread);
         round.each(draws->rows, [&](int r) { one(*draws, r, p, biased, some, chunks); });
     });
 }

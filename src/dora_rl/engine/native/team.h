@@ -1,14 +1,16 @@
-// A team of threads that share out small pieces of work, with a barrier after each round.
+// Teams of threads that share out small pieces of work, with a barrier after each round.
 //
-// - All threads run the same function; `each` hands out the indices of a round to whoever is free, then waits for all.
+// - All threads of a team run the same function; `each` hands out the indices of a round to whoever is free, then waits
+//   for all.
+// - Whoever computes borrows a team: several callers compute side by side, each with its own. One thread is no team.
 // - A waiting thread spins for some microseconds, then sleeps. On a core that somebody else wants too, spinning on
 //   would keep the very thread from running that is waited for.
-// - One team a process; a forked child gets a fresh one, since threads do not survive a fork.
+// - Teams belong to a process; a forked child makes its own, since threads do not survive a fork.
 #pragma once
 #include <atomic>
 #include <cstdint>
 #include <functional>
-#include <memory>
+#include <map>
 #include <mutex>
 #include <thread>
 #include <unistd.h>
@@ -16,37 +18,6 @@
 
 class Team {
   public:
-    static Team& of_process() {
-        static std::mutex guard;
-        static Team* team = nullptr;
-        static pid_t owner = 0;
-        std::lock_guard<std::mutex> lock(guard);
-        if (!team || owner != getpid()) {  // the parent's team is left alone: its threads are not ours to stop
-            team = new Team();
-            owner = getpid();
-        }
-        return *team;
-    }
-
-    // Run body(thread) on `threads` threads, the caller being thread 0.
-    void run(int threads, const std::function<void(int)>& body) {
-        std::lock_guard<std::mutex> lock(one_at_a_time_);
-        while (int(workers_.size()) < threads - 1) {
-            int index = int(workers_.size()) + 1, epoch = epoch_.load();
-            workers_.emplace_back([this, index, epoch] { work(index, epoch); });
-            workers_.back().detach();
-        }
-        size_ = threads;
-        body_ = &body;
-        for (auto& c : next_) c.store(0, std::memory_order_relaxed);
-        pending_.store(int(workers_.size()), std::memory_order_relaxed);
-        epoch_.fetch_add(1);
-        epoch_.notify_all();
-        body(0);
-        // Every worker checks in, also those that had nothing to do, before `body` and the counters may change.
-        for (int left; (left = pending_.load()) != 0;) wait(pending_, left);
-    }
-
     // A thread's view of the rounds of one run.
     class Round {
       public:
@@ -55,11 +26,12 @@ class Team {
 
         template <class Job>
         void each(int count, Job job) {
-            std::atomic<int>& next = team_.next_[phase_ % 3];
-            if (team_.size_ == 1)
+            if (team_.size_ == 1) {
                 for (int i = 0; i < count; i++) job(i);
-            else
-                for (int i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) job(i);
+                return;
+            }
+            std::atomic<int>& next = team_.next_[phase_ % 3];
+            for (int i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) job(i);
             barrier();
         }
 
@@ -80,8 +52,71 @@ class Team {
         int thread_, phase_ = 0;
     };
 
+    // Run body(round) on so many threads, the caller being one of them.
+    template <class Body>
+    static void run(int threads, Body body) {
+        if (threads == 1) {
+            Team nobody(1);
+            Round round(nobody, 0);
+            body(round);
+            return;
+        }
+        Team* team = borrow(threads);
+        team->all([&](int thread) {
+            Round round(*team, thread);
+            body(round);
+        });
+        give_back(team);
+    }
+
   private:
     static constexpr int SPINS = 1000;  // some tens of microseconds: longer than a barrier, far shorter than a time slice
+
+    struct Idle {
+        std::mutex guard;
+        pid_t owner = 0;
+        std::map<int, std::vector<Team*>> by_size;
+    };
+
+    static Idle& idle() {
+        static Idle* teams = new Idle();  // never destroyed: threads may outlive the process's other things
+        return *teams;
+    }
+
+    static Team* borrow(int threads) {
+        Idle& teams = idle();
+        std::lock_guard<std::mutex> lock(teams.guard);
+        if (teams.owner != getpid()) {  // the parent's teams are left alone: their threads are not ours to stop
+            teams.by_size.clear();
+            teams.owner = getpid();
+        }
+        std::vector<Team*>& free = teams.by_size[threads];
+        if (free.empty()) return new Team(threads);
+        Team* team = free.back();
+        free.pop_back();
+        return team;
+    }
+
+    static void give_back(Team* team) {
+        Idle& teams = idle();
+        std::lock_guard<std::mutex> lock(teams.guard);
+        teams.by_size[team->size_].push_back(team);
+    }
+
+    explicit Team(int size) : size_(size) {
+        for (int index = 1; index < size; index++) std::thread([this, index] { work(index); }).detach();
+    }
+
+    void all(const std::function<void(int)>& body) {
+        body_ = &body;
+        for (auto& next : next_) next.store(0, std::memory_order_relaxed);
+        pending_.store(size_ - 1, std::memory_order_relaxed);
+        epoch_.fetch_add(1);
+        epoch_.notify_all();
+        body(0);
+        // Every worker checks in before `body` and the counters may change.
+        for (int left; (left = pending_.load()) != 0;) wait(pending_, left);
+    }
 
     static void wait(std::atomic<int>& value, int old) {
         for (int i = 0; i < SPINS; i++) {
@@ -93,18 +128,15 @@ class Team {
         while (value.load(std::memory_order_acquire) == old) value.wait(old);
     }
 
-    void work(int index, int seen) {
-        for (;;) {
+    void work(int index) {
+        for (int seen = 0;; seen++) {
             wait(epoch_, seen);
-            seen++;
-            if (index < size_) (*body_)(index);
+            (*body_)(index);
             if (pending_.fetch_sub(1) == 1) pending_.notify_all();
         }
     }
 
-    std::mutex one_at_a_time_;
-    std::vector<std::thread> workers_;
+    const int size_;
     const std::function<void(int)>* body_ = nullptr;
-    int size_ = 1;
     std::atomic<int> epoch_{0}, generation_{0}, arrived_{0}, pending_{0}, next_[3] = {};
 };
