@@ -30,8 +30,10 @@ _PID = struct.Struct("<I")
 _TRIES = 3
 _IMPORTS = ("dora_rl.runtime.instance", "dora_rl.runtime.trainer", "dora_rl.runtime.judge", "peft")
 ENVIRONMENT = {
-    # Threads that spin while they wait would take the cores from the other processes.
+    # Threads that spin on while they wait would take the cores from the other processes; those that sleep at once would
+    # be woken hundreds of times in a step of a small model, which costs as much as a second core brings.
     "OMP_WAIT_POLICY": "PASSIVE",
+    "GOMP_SPINCOUNT": "20000",
     "KMP_BLOCKTIME": "0",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",

@@ -70,6 +70,8 @@ class Turns:
         """Those that the orchestrator knows to be parked."""
         self._unheard: set[TrajectoryId] = set()
         """Those that were being moved when they should have gone on."""
+        self._texts: dict[TrajectoryId, list[str]] = {}
+        """What the policy said in turns that were answered."""
 
     # -- what happens to a trajectory -------------------------------------------------------------------------
 
@@ -126,8 +128,8 @@ class Turns:
 
     def score(self, trajectory: TrajectoryId, answer: Callable[[m.Judged], None]) -> None:
         """The verdict of its session; it has no turn to come."""
-        self._forget(trajectory)
         finish = self._play(trajectory, finish=True)
+        self._forget(trajectory)
         self._judges.ask(
             finish, lambda reply: answer(self._verdict(trajectory, _judged(reply))), self._timeout, trajectory
         )
@@ -144,6 +146,7 @@ class Turns:
         self._waiting.pop(trajectory, None)
         self._told.discard(trajectory)
         self._unheard.discard(trajectory)
+        self._texts.pop(trajectory, None)
 
     def _verdict(self, trajectory: TrajectoryId, verdict: m.Judged) -> m.Judged:
         """A session that answered otherwise when it was played again is worth nothing."""
@@ -165,10 +168,16 @@ class Turns:
             item=0,
             session=trajectory,
             problem=self._books.group_of(trajectory).problem,
-            texts=tuple(self._text.decode(tokens) for tokens in said),
+            texts=self._decoded(trajectory, said),
             tokens=tuple(said[-1]) if said else (),
             finish=finish,
         )
+
+    def _decoded(self, trajectory: TrajectoryId, said: list[array[int]]) -> tuple[str, ...]:
+        """The texts of turns. All but the last are settled: they need not be decoded again at each turn."""
+        settled = self._texts.setdefault(trajectory, [])
+        settled += [self._text.decode(tokens) for tokens in said[len(settled) : -1]]
+        return (*settled[: len(said) - 1], self._text.decode(said[-1])) if said else ()
 
     def _spoken(self, trajectory: TrajectoryId) -> array[int]:
         """What the policy said last."""
@@ -179,13 +188,13 @@ class Turns:
         book = self._books.find(trajectory)
         if book is None or book.failed or trajectory not in self._waiting:
             return
-        trouble = self._trouble(trajectory, reply)
+        said = self._said(reply)
+        trouble = self._trouble(trajectory, reply, len(said))
         if trouble:
             self.failed(trajectory)
             self._happen(e.TrajectoryFailed(trajectory=trajectory, reason=trouble))
             return
         assert isinstance(reply, m.Played)
-        said = self._said(reply)
         over = reply.done or not self._fits(trajectory, len(said) + 1)
         if over:
             book.ended = "environment"
@@ -200,22 +209,23 @@ class Turns:
             self._told.discard(trajectory)
             self._happen(e.Unparked(trajectory=trajectory, attempt=book.attempt, kv_tokens=None))
 
-    def _trouble(self, trajectory: TrajectoryId, reply: m.Judged | m.Played) -> str:
+    def _trouble(self, trajectory: TrajectoryId, reply: m.Judged | m.Played, said: int) -> str:
         """Why it can't go on after this."""
         if isinstance(reply, m.Judged) or reply.failed is not None:
             return reply.failed or "the environment failed"
         if not self._as_before(trajectory, reply.replayed):
             return _OTHERWISE
-        said, opening = self._said(reply), not self._books.trajectory(trajectory).response
-        fits = self._fits(trajectory, len(said) + 1)
+        opening = not self._books.trajectory(trajectory).response
+        fits = self._fits(trajectory, said + 1)
         if opening and not fits:
             return "environment, reset: what it said leaves no room for a response"
         if not opening and not said and not reply.done and fits:
             return "environment, step: it said nothing, though it is not done"
         return ""
 
-    def _said(self, reply: m.Played) -> tuple[int, ...]:
-        return () if reply.observation is None else self._text.observation(reply.observation)
+    def _said(self, reply: m.Judged | m.Played) -> tuple[int, ...]:
+        said = reply.observation if isinstance(reply, m.Played) else None
+        return () if said is None else self._text.observation(said)
 
     def _fits(self, trajectory: TrajectoryId, more: int) -> bool:
         """Whether it may have so many tokens more."""
