@@ -44,7 +44,7 @@ _PASSING = {
 DAMAGE = (sqlite3.DatabaseError, UnicodeDecodeError)
 """What reading a damaged ledger raises. The second comes of texts, and of SQLite's own words that quote them."""
 _SECONDS = "INSERT INTO meta VALUES ('seconds', ?) ON CONFLICT DO UPDATE SET value = excluded.value"
-_GATHER = 0.25
+_GATHER = 0.5
 """Seconds for which writes are gathered: the most that a power loss can cost of what was said."""
 _RETRY = 1.0
 _WAL_PAGES = 4000
