@@ -19,8 +19,10 @@ from dora_rl.runtime.threads import share
 class Crew:
     """Instances and trainer of a run."""
 
-    def __init__(self, processes: Processes) -> None:
+    def __init__(self, processes: Processes, *, overlap: bool) -> None:
         self._processes = processes
+        self._overlap = overlap
+        """Rollout goes on while the trainer works."""
         self._instances: dict[InstanceId, Process] = {}
         self.places: list[Process] = []
         """All instances that the run shall have, in the order in which they came; also those given up."""
@@ -95,7 +97,9 @@ class Crew:
         for machine, here in machines.items():
             busy = sum(bool(process.busy) for process in here)
             trains = self.training > 0 and self._trainer in here
-            shares = share(self._processes.cores(machine), busy, trainer_busy=trains)
+            instances = sum(process is not self._trainer for process in here)
+            cores = self._processes.cores(machine)
+            shares = share(cores, instances, busy, trainer_busy=trains, overlap=self._overlap)
             for process in here:
                 trains_here = process is self._trainer
                 _set_threads(

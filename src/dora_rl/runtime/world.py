@@ -80,7 +80,7 @@ class ProcessWorld:
             recorder=recorder,
             text=text,
             processes=processes,
-            crew=Crew(processes),
+            crew=Crew(processes, overlap=config.control.mode != "sync"),
             judges=Judges(processes, config.reward.workers, at_once),
             notice=notice,
             happen=self._happen,
