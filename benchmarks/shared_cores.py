@@ -123,6 +123,7 @@ class SharedCores(Meter):
 
     def __init__(self, config: SimConfig, measured: Measured, cores: int) -> None:
         self._cores = cores
+        self._overlap = config.control.mode != "sync"
         self._measured = measured
         super().__init__(config, "disaggregated", keep_segments=False, progress=None)
         self.costs = MeasuredCosts(config, measured, self)
@@ -157,8 +158,9 @@ class SharedCores(Meter):
 
     def _speeds(self, *, training: bool) -> tuple[float, float]:
         """Of the trainer and of each instance that works, as the cores are shared now."""
-        working = [instance for instance in self._shared() if instance.works]
-        threads = share(self._cores, len(working), trainer_busy=training)
+        here = self._shared()
+        working = [instance for instance in here if instance.works]
+        threads = share(self._cores, len(here), len(working), trainer_busy=training, overlap=self._overlap)
         said = self._measured.per_said * sum(instance.rate for instance in working)
         trainer, each = 0.0, 1.0
         for _ in range(_ROUNDS):  # what the supervisor takes depends on what it leaves
