@@ -69,10 +69,10 @@ bench-quick: setup    ## the same with fewer steps and repeats (under 10 minutes
 	.venv-trl/bin/pip install --quiet --constraint constraints.txt torch 'trl==1.16.*'
 	@touch $@
 
-# Compiled here, so that it uses what this processor has.
+# Compiled here, so that it uses what this processor has (without its vision part; half an hour on two cores).
 .venv-llama/.installed:
 	$(PYTHON) -m venv .venv-llama
-	.venv-llama/bin/pip install --quiet 'llama-cpp-python>=0.3.7'
+	CMAKE_ARGS=-DLLAVA_BUILD=OFF CMAKE_BUILD_PARALLEL_LEVEL=$$(nproc) .venv-llama/bin/pip install --quiet 'llama-cpp-python==0.3.*'
 	@touch $@
 
 bench-control: setup  ## cost of an orchestrator event at 64 and at 4,096 instances, the simulator's speed, and the headline

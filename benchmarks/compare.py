@@ -1,19 +1,21 @@
 """Two runs of the benchmark against each other: which ratios of the new one lie outside the spread of the old one.
 
-A ratio lies outside if its repeats and the old ones have no value in common, or, where both had one repeat and so no
-spread, if it differs by more than a fifth, which is the noise of single runs here.
+The spread of a ratio reaches from its lowest repeat to its highest, widened by the noise of a shared machine between
+one hour and another. Two or three repeats alone would say too little: of two pairs from the same urn, every third have
+nothing in common. A ratio lies outside if the median of its new repeats does.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-NOISE = 0.2
+NOISE = 0.15
 
 
 def ratios(folder: Path) -> dict[str, list[float]]:
@@ -30,9 +32,7 @@ def ratios(folder: Path) -> dict[str, list[float]]:
 
 
 def outside(old: list[float], new: list[float]) -> bool:
-    if len(old) == len(new) == 1:
-        return abs(new[0] / old[0] - 1) > NOISE
-    return max(new) < min(old) or min(new) > max(old)
+    return not min(old) / (1 + NOISE) <= statistics.median(new) <= max(old) * (1 + NOISE)
 
 
 def compare(old: Path, new: Path) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import plots
+from benchmarks.compare import NOISE
 from benchmarks.curves import Band, draw
 from benchmarks.report import RESULTS
 from benchmarks.tables import prose, ratio_table, shares, span, table, target_table
@@ -64,10 +65,11 @@ def _head(bench: Content, outcomes: dict[str, Content]) -> str:
                 {bench["cores"]} cores of {bench["processor"]}, {bench["memory"]}, {bench["system"]}; Python
                 {bench["python"]}, {packages}.
             """),
-        prose("""
+        prose(f"""
                 Ratios are taken within interleaved repeats; in parentheses the lowest and the highest repeat.
-                `python -m benchmarks.bench --compare OLD NEW` says which ratios of another run lie outside. Raw
-                figures: [benchmarks/results](../benchmarks/results).
+                Widened by {NOISE:.0%}, the noise of a shared machine between one hour and another, that is the spread
+                in which a second run should lie: `python -m benchmarks.bench --compare OLD NEW` says which of its
+                ratios lie outside. Raw figures: [benchmarks/results](../benchmarks/results).
             """),
         table(
             ["part", "outcome", "seconds", ""],

@@ -52,11 +52,15 @@ def aims(ratios: list[Ratio]) -> list[Target]:
 
 
 def at_most(name: str, limit: float, value: float) -> Target:
-    return Target(name=name, target=f"<= {limit:g}", value=round(value, 4), met=value <= limit)
+    """Judged by the four digits that are printed, so that a tie is a tie."""
+    value = round(value, 4)
+    return Target(name=name, target=f"<= {limit:g}", value=value, met=value <= limit)
 
 
 def at_least(name: str, limit: float, value: float) -> Target:
-    return Target(name=name, target=f">= {limit:g}", value=round(value, 4), met=value >= limit)
+    """Likewise."""
+    value = round(value, 4)
+    return Target(name=name, target=f">= {limit:g}", value=value, met=value >= limit)
 
 
 def publish(name: str, targets: list[Target], figures: dict[str, Any], *, quiet: bool = False) -> None:

@@ -79,11 +79,13 @@ def test_time_to_an_accuracy_is_read_between_the_points_and_never_beyond_them() 
     assert seconds_to(curve, 0.8) is None
 
 
-def test_a_ratio_lies_outside_only_if_the_spreads_have_nothing_in_common() -> None:
-    assert not outside([1.0, 2.0], [1.9, 3.0])
-    assert outside([1.0, 2.0], [2.1, 3.0])
-    assert not outside([1.0], [1.19])
-    assert outside([1.0], [1.21])
+def test_a_ratio_lies_outside_if_its_median_leaves_the_old_spread_and_the_noise_around_it() -> None:
+    assert not outside([1.0, 2.0], [1.9, 2.6])
+    assert outside([1.0, 2.0], [1.9, 2.8])
+    assert not outside([1.0, 2.0], [0.8, 1.0])
+    assert outside([1.0, 2.0], [0.7, 1.0])
+    assert not outside([1.0], [1.14])
+    assert outside([1.0], [1.16])
 
 
 def test_comparing_counts_what_lies_outside(tmp_path: Path) -> None:
