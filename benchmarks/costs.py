@@ -255,9 +255,9 @@ def _move(config: RunConfig) -> float:
     for repeat in range(7):
         some = range(4 * repeat, 4 * repeat + 4)
         for number in some:
-            source.submit(_request(number, 128, 64))
-        for _ in range(8):
-            source.step()
+            source.submit(_request(number, 128, 512))  # long enough to be there still: a call may be several steps
+        while not _all_decode(source, len(some)):
+            pass
         begin = time.perf_counter()
         arrived, errors = target.import_(source.export(list(some)), 0)
         took.append(time.perf_counter() - begin)

@@ -93,3 +93,12 @@ def test_help_needs_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "--prompts" in done.stdout
+
+
+def test_an_output_that_cannot_be_written_is_said_before_anything_is_loaded(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("HELLO\n")
+    done = dora("no-such-model", "--prompts", prompts, "--out", prompts / "out.jsonl")
+    assert done.returncode == 2
+    assert f"cannot write {prompts / 'out.jsonl'}" in done.stderr.replace("\n", "")
+    assert "Traceback" not in done.stderr

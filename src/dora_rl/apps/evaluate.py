@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dora_rl.apps import recorded
+from dora_rl.apps.out import make_sure_of
 from dora_rl.apps.train import need_torch, read_config
 from dora_rl.core.errors import RequestError, UserError
 from dora_rl.core.nouns import Version
@@ -65,7 +66,7 @@ def evaluate(
             "'reward.functions' is empty, and eval judges one response by nothing else, without the run's environment: "
             "give a config that names some with --config FILE"
         )
-    _make_sure_of(asked.out)
+    make_sure_of(asked.out)
     count = samples or asked.config.evaluation.samples
     result = summary(respond(asked, count), asked.config.evaluation.right, count)
     result = {"policy": str(asked.model), "version": asked.version, **result}
@@ -105,15 +106,6 @@ def interval(means: list[float], samples: int) -> tuple[float, float]:
     middle = (mean + square / 2) / (1 + square)
     half = _NORMAL / (1 + square) * math.sqrt(mean * (1 - mean) / count + square / (4 * count))
     return max(0.0, middle - half), min(1.0, middle + half)
-
-
-def _make_sure_of(out: Path) -> None:
-    """Evaluating takes long: what keeps its result from being written is said before."""
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.open("a").close()
-    except OSError as error:
-        raise UserError(f"cannot write {out}: {error.strerror}") from error
 
 
 # -- what is asked ----------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from dora_rl.apps.out import make_sure_of
 from dora_rl.core.errors import RequestError, UserError
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ def generate(
 ) -> None:
     """Complete prompts in batches; writes JSONL with text, tokens and log-probs."""
     lines = read_prompts(prompts)
+    if out is not None:
+        make_sure_of(out)
     console = Console(stderr=True)
     try:
         import torch  # noqa: F401

@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from dora_rl.apps.out import make_sure_of
 from dora_rl.apps.timeline import write_timeline
 from dora_rl.core.config import build, override, read_toml
-from dora_rl.core.errors import ConfigError, UserError
+from dora_rl.core.errors import ConfigError
 from dora_rl.sim.config import SimConfig
 from dora_rl.sim.plan import Planned, plan
 from dora_rl.sim.presets import PRESETS, preset
@@ -46,7 +47,8 @@ def sim(
     if not variants:
         raise ConfigError("'--modes' is empty: name at least one mode")
     for file in (json_file, html_file):
-        _check_writable(file)
+        if file is not None:
+            make_sure_of(file)
     results: dict[str, Result] = {}
     with _progress() as bar:
         for variant in variants:
@@ -184,12 +186,6 @@ def _progress() -> Progress:
     )
 
 
-def _check_writable(file: Path | None) -> None:
-    """Better before the simulation than after it."""
-    if file is not None and not file.resolve().parent.is_dir():
-        raise UserError(f"cannot write {file}: folder {file.parent} does not exist")
-
-
 def plan_command(
     cluster: Annotated[
         Path, typer.Argument(metavar="CLUSTER.toml", help="Hardware, model, batch: see docs/simulator.md.")
@@ -203,7 +199,8 @@ def plan_command(
     tree = override(read_toml(cluster), settings or [])
     tree.setdefault("workload", {})["trace"] = str(trace)
     config = build(SimConfig, tree, source=str(cluster))
-    _check_writable(json_file)
+    if json_file is not None:
+        make_sure_of(json_file)
     with _progress() as bar:
         task = bar.add_task("candidates", total=most)
         ranking, skipped = plan(
