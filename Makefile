@@ -54,7 +54,7 @@ soak-run: setup  ## a run at full load for MINUTES (default 60) with a fault eve
 	$(BIN)/python -m benchmarks.soak_run --minutes $(or $(MINUTES),60) --quiet $(or $(QUIET),10)
 
 # A peer that can't be installed is reported as not run; the rest goes on.
-bench: setup          ## side by side with TRL, vLLM and llama.cpp, into docs/benchmarks.md (35 minutes; 70 if the results of its parts are old)
+bench: setup          ## side by side with TRL, vLLM and llama.cpp, into docs/benchmarks.md (an hour; two if the results of its parts are old)
 	-@$(MAKE) --no-print-directory .venv-trl/.installed
 	-@$(MAKE) --no-print-directory .venv-vllm/.installed
 	-@$(MAKE) --no-print-directory .venv-llama/.installed

@@ -52,10 +52,10 @@ class Part:
 
 
 PARTS = (
-    Part(name="training", seconds=(150, 960)),
-    Part(name="tails", seconds=(150, 600)),
+    Part(name="training", seconds=(180, 1500)),
+    Part(name="tails", seconds=(150, 1300)),
     Part(name="reality", seconds=(60, 60)),
-    Part(name="scale", seconds=(60, 240)),
+    Part(name="scale", seconds=(60, 120)),
     Part(name="llama", seconds=(40, 120)),
     Part(name="trl_async", seconds=(40, 60)),
     Part(name="engine", seconds=(0, 1200), kept=True),

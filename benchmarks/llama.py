@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.engine import make_engine, requests, run_engine
 from benchmarks.progress import tick
-from benchmarks.report import Ratio, publish
+from benchmarks.report import Ratio, publish, shown
 from benchmarks.smollm2 import ensure
 from dora_rl.models.loading import ModelConfig, load
 
@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     given = parser.parse_args()
     if not Path(LLAMA).exists():
-        reason = f"there is no {LLAMA}: `make .venv-llama/.installed` compiles llama-cpp-python in some minutes"
+        reason = f"there is no {shown(LLAMA)}: `make .venv-llama/.installed` compiles llama-cpp-python in half an hour"
         publish("llama", [], {"not run": reason}, quiet=True)
         return
     batches = BATCHES[given.quick]

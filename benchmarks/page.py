@@ -226,7 +226,9 @@ def _reality(content: Content) -> str:
                 Every cell of the modes predicted by the production orchestrator on a virtual clock, from costs of
                 the parts measured alone on this machine and the lengths of the responses. Nothing is fitted to a
                 run. The simulator gives everybody devices of their own; here they are processes that share cores,
-                which `benchmarks/shared_cores.py` adds as the operating system does it. Aim: within 15%.
+                which `benchmarks/shared_cores.py` adds as the operating system does it. Costs are processor time, so
+                what was found is the fastest of the repeats, which others on the machine have disturbed least. Aim:
+                within 15%.
             """),
             prose(f"""
                 {content["within the aim"]} of {len(rows)} cells are within the aim; the median error is

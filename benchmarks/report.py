@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
+_ROOT = Path(__file__).parent.parent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +62,12 @@ def at_least(name: str, limit: float, value: float) -> Target:
     """Likewise."""
     value = round(value, 4)
     return Target(name=name, target=f">= {limit:g}", value=value, met=value >= limit)
+
+
+def shown(path: str | Path) -> str:
+    """A path as it may stand in a result: what lies outside of the project is told by its name alone."""
+    path = Path(path).absolute()
+    return str(path.relative_to(_ROOT)) if path.is_relative_to(_ROOT) else path.name
 
 
 def publish(name: str, targets: list[Target], figures: dict[str, Any], *, quiet: bool = False) -> None:

@@ -33,8 +33,8 @@ VARIANTS: dict[str, dict[str, object]] = {
     PROPORTIONAL: {"control.mode": "dora", "control.max_staleness": 4, "control.placement": "proportional"},
 }
 QUICK = ("sync", "one_step_off", "partial K=4", "dora K=1", "dora K=4")
-STEPS = {True: 10, False: 30}
-"""Of a run; with 30 the beginning and the end, where fewer versions are live, weigh little."""
+STEPS = {True: 10, False: 40}
+"""Of a run; with 40 the beginning and the end, where fewer versions are live, weigh little."""
 
 Found = dict[str, list[dict[str, Figures]]]
 """By tail: for each repeat the figures by variant."""
@@ -48,12 +48,12 @@ def staleness(variant: str) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--repeats", type=int, default=0, help="2 by default, 1 in a quick run")
+    parser.add_argument("--repeats", type=int, default=0, help="3 by default, 1 in a quick run")
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--tails", default=",".join(TAILS))
     parser.add_argument("--variants", default="")
     given = parser.parse_args()
-    repeats = given.repeats or (1 if given.quick else 2)
+    repeats = given.repeats or (1 if given.quick else 3)
     steps = given.steps or STEPS[given.quick]
     variants = given.variants.split("+") if given.variants else list(QUICK if given.quick else VARIANTS)
     tails = given.tails.split(",")

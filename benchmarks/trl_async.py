@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.progress import tick
-from benchmarks.report import publish
+from benchmarks.report import publish, shown
 from benchmarks.training import JOBS, TRL, _for_trl, _resolved, _rows
 
 ROOT = Path(__file__).parent.parent
@@ -40,7 +40,7 @@ def main() -> None:
     parser.parse_args()
     missing = [python for python in (TRL, VLLM) if not Path(python).exists()]
     if missing:
-        publish("trl_async", [], {"not run": f"there is no {missing[0]}: `make bench` makes it"}, quiet=True)
+        publish("trl_async", [], {"not run": f"there is no {shown(missing[0])}: `make bench` makes it"}, quiet=True)
         return
     with tempfile.TemporaryDirectory() as folder:
         publish("trl_async", [], _try(Path(folder)), quiet=True)
