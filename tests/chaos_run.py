@@ -70,7 +70,7 @@ class Chaos:
     def _settings(self, base: Path) -> dict[str, Any]:
         dice = self.dice
         mode = dice.choice(["dora", "dora", "dora", "sync", "one_step_off", "partial"])
-        short = {"load": 6.0, "move": 2.0, "score": 10.0, "heartbeat": 3.0, "train": 8.0}
+        short = {"load": 6.0, "move": 2.0, "score": 10.0, "heartbeat": 3.0, "progress": 10.0, "train": 8.0}
         tree = settings(base, mode, steps=self._steps, max_staleness=dice.randint(0, 4), deadlines=short)
         other = {
             "control": {"group_size": dice.randint(2, 4)},
