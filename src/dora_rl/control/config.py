@@ -28,7 +28,8 @@ class Deadlines(Config):
     heartbeat: float = Field(10.0, gt=0)
     """An instance that has given no sign of life for so long counts as lost, however much it has to do."""
     progress: float = Field(600.0, gt=0)
-    """An instance that lives, but has not said how far its requests are for so long, counts as lost too: it hangs."""
+    """An instance that lives, but whose requests have not moved on for so long, counts as lost too: it hangs, or was
+    never told of them."""
     train: float = Field(7200.0, gt=0)
     """A trainer that has not finished, or not published, a step by then is restarted."""
     stall: float = Field(600.0, gt=0)

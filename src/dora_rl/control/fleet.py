@@ -54,6 +54,7 @@ class Instance:
 
     spec: InstanceSpec
     heard: Nanoseconds
+    """When its requests last moved on, or it had none that could."""
     slots: list[Slot] = field(default_factory=list, repr=False)
     active: int = 0
     kv_tokens: int = 0

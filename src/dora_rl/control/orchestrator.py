@@ -373,7 +373,7 @@ class Orchestrator:
         if instance.lost:
             return
         if self._context.now - instance.heard >= self.config.deadlines.progress * SECOND:
-            self._evict(instance, "no word of its requests for longer than deadlines.progress")
+            self._evict(instance, "its requests have not moved on for longer than deadlines.progress")
         else:
             self._await_progress(instance)
 

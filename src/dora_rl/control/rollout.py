@@ -46,16 +46,22 @@ class Rollout:
     # -- reports ----------------------------------------------------------------------------------------------
 
     def progress(self, event: Progress) -> bool:
-        """Take notice of load and progress; True if some request moved on."""
-        instance = self._heard(event.instance, event.kv_tokens)
+        """Take notice of load and progress; True if some request moved on.
+
+        That the instance lives is not enough: it may hang, or never have been told of its requests.
+        """
+        instance = self._context.fleet.instances.get(event.instance)
         if instance is None:
             return False
+        instance.kv_tokens = event.kv_tokens
         advanced = False
         for trajectory_id, tokens in event.tokens.items():
             trajectory = self._context.ledger.trajectory(trajectory_id)
             if trajectory is not None and tokens > trajectory.tokens and trajectory.stage is not Stage.DONE:
                 trajectory.tokens = tokens
                 advanced = True
+        if advanced or instance.paused or not instance.active:
+            instance.heard = self._context.now
         return advanced
 
     def generated(self, event: Generated) -> bool:

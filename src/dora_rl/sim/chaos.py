@@ -146,7 +146,7 @@ class ChaosWorld:
         self.now = max(self.now, due - 1)
         for name, instance in list(self.instances.items()):
             if not instance.silent:
-                self.tell(e.Progress(instance=name, kv_tokens=instance.kv_tokens))
+                self.tell(e.Progress(instance=name, kv_tokens=instance.kv_tokens, tokens=instance.decode()))
         self.now += 1
         self.tell(e.Tick())
 
@@ -202,6 +202,9 @@ class ChaosWorld:
             return False  # these come over a channel that does not repeat
         self._reports.append(report)
         return True
+
+    def _miss(self) -> bool:
+        return any(instance.miss() for instance in self.instances.values())
 
     def _fail_load(self) -> bool:
         return any(instance.fail_load() for instance in self.instances.values())
@@ -313,6 +316,7 @@ class ChaosWorld:
         "instance lost": _lose_instance,
         "instance silent": _silence,
         "instance joined": join,
+        "requests missed": _miss,
         "report duplicated": _duplicate,
         "load failed": _fail_load,
         "move failed, kept": lambda world: world._fail_move("kept"),

@@ -111,6 +111,21 @@ class FakeInstance:
             case _:
                 raise AssertionError(f"an engine got {message}")
 
+    def decode(self) -> dict[TrajectoryId, int]:
+        """All requests that can go on sample a token; how many each has."""
+        for request in self.requests.values():
+            version = self.slots[request.slot]
+            if not request.parked and version is not None:
+                request.served.append(version)
+        return {trajectory: len(request.served) for trajectory, request in self.requests.items()}
+
+    def miss(self) -> bool:
+        """Requests that are on their way to this engine never arrive, and nobody is told."""
+        if not self.inbox or not isinstance(self.inbox[0], c.StartGroup | c.Resume):
+            return False
+        self.inbox.popleft()
+        return True
+
     def fail_load(self) -> bool:
         """The load that is next fails, if there is one; loads under running requests do not."""
         load = self.inbox[0] if self.inbox else None
