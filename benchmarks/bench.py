@@ -28,11 +28,13 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from benchmarks import page, progress
 from benchmarks.compare import compare
-from benchmarks.machine import describe, git
+from benchmarks.machine import IDLE, describe, git
 from benchmarks.report import RESULTS
 
 ROOT = Path(__file__).parent.parent
 console = Console()
+SETTLE = 150.0
+"""Seconds in which the load, a mean over a minute, falls by nine tenths."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +100,7 @@ def run(parts: list[Part], *, quick: bool, everything: bool) -> None:
     """All parts, one after the other, and the page."""
     RESULTS.mkdir(exist_ok=True)
     known = {} if everything else _known()
-    about = describe() | {"quick": quick, "started": _now(), "load at the start": os.getloadavg()[0]}
+    about = describe() | {"quick": quick, "started": _now(), "load at the start": _settled()}
     about["only"] = [] if everything else [part.name for part in parts]
     outcomes = {name: Outcome(**one) for name, one in known.items()}
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"))
@@ -117,6 +119,15 @@ def run(parts: list[Part], *, quick: bool, everything: bool) -> None:
             )
     page.write()
     console.print(f"written: docs/benchmarks.md, {RESULTS.relative_to(ROOT)}/", highlight=False)
+
+
+def _settled() -> float:
+    """The machine's load, once what was computed before has faded from it; others who compute are not waited for."""
+    end = time.monotonic() + SETTLE
+    while (load := os.getloadavg()[0]) > IDLE and time.monotonic() < end:
+        console.print(f"waiting for the machine to be idle: its load is {load:.1f}", highlight=False)
+        time.sleep(15)
+    return load
 
 
 class Left:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+IDLE = 0.5
+"""The load of a machine on which nobody computes."""
 PACKAGES = ("torch", "transformers", "numpy", "pydantic", "msgspec")
 
 

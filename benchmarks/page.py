@@ -13,6 +13,7 @@ from typing import Any
 from benchmarks import plots
 from benchmarks.compare import NOISE
 from benchmarks.curves import Band, draw
+from benchmarks.machine import IDLE
 from benchmarks.report import RESULTS
 from benchmarks.tables import prose, ratio_table, shares, span, table, target_table
 
@@ -80,7 +81,7 @@ def _head(bench: Content, outcomes: dict[str, Content]) -> str:
 
 
 def _loaded(bench: Content) -> str:
-    if bench["load at the start"] < 0.5:
+    if bench["load at the start"] < IDLE:
         return ""
     return "Others were computing on the machine: speeds are lower bounds, and ratios are not to be relied on."
 

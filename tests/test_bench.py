@@ -108,6 +108,7 @@ def test_progress_is_read_as_it_was_told(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of results and a folder of docs that nobody minds."""
+    monkeypatch.setattr(bench, "SETTLE", 0.0)
     folder = tmp_path / "benchmarks" / "results"
     folder.mkdir(parents=True)
     (tmp_path / "docs").mkdir()
