@@ -66,7 +66,7 @@ def evaluate(
             "'reward.functions' is empty, and eval judges one response by nothing else, without the run's environment: "
             "give a config that names some with --config FILE"
         )
-    make_sure_of(asked.out)
+    make_sure_of(asked.out, folders=True)
     count = samples or asked.config.evaluation.samples
     result = summary(respond(asked, count), asked.config.evaluation.right, count)
     result = {"policy": str(asked.model), "version": asked.version, **result}

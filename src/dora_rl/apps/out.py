@@ -7,10 +7,14 @@ from pathlib import Path
 from dora_rl.core.errors import UserError
 
 
-def make_sure_of(file: Path) -> None:
-    """That the file can be written. What it holds stays as it is; if it was not there, it is not there afterwards."""
+def make_sure_of(file: Path, *, folders: bool = False) -> None:
+    """That the file can be written; with `folders`, those above it are made.
+
+    What it holds stays as it is; if it was not there, it is not there afterwards.
+    """
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        if folders:
+            file.parent.mkdir(parents=True, exist_ok=True)
         there = file.exists()
         file.open("a").close()
         if not there:
