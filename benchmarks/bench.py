@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -76,6 +76,9 @@ class Outcome:
     status: Status
     seconds: float = 0.0
     reason: str = ""
+    when: str = ""
+    commit: str = ""
+    """Of the code that was measured; of its results, where they are kept."""
 
 
 def main() -> None:
@@ -100,7 +103,7 @@ def run(parts: list[Part], *, quick: bool, everything: bool) -> None:
     """All parts, one after the other, and the page."""
     RESULTS.mkdir(exist_ok=True)
     known = {} if everything else _known()
-    about = describe() | {"quick": quick, "started": _now(), "load at the start": _settled()}
+    about = describe() | {"load at the start": _settled(), "quick": quick, "started": _now()}
     about["only"] = [] if everything else [part.name for part in parts]
     outcomes = {name: Outcome(**one) for name, one in known.items()}
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"))
@@ -108,7 +111,10 @@ def run(parts: list[Part], *, quick: bool, everything: bool) -> None:
         whole = bars.add_task("bench", total=1.0, note="")
         left = Left(parts, quick=quick)
         for part in parts:
+            when = _now()
             outcome = _one(part, bars, whole, left, quick=quick)
+            if outcome.status != "kept":
+                outcome = replace(outcome, when=when, commit=about["commit"])
             outcomes[part.name] = outcome
             left.done(part)
             _write(about | {"seconds": left.spent}, outcomes)
@@ -240,7 +246,8 @@ def _kept(part: Part) -> Outcome:
     if day is None:
         command = f"make bench-{part.name}".replace("bench-paper_table", "paper-table")
         return Outcome(name=part.name, status="not run", reason=f"it takes long and is not run here: {command}")
-    return Outcome(name=part.name, status="kept", reason=f"measured on {day}")
+    commit = git("log", "-1", "--format=%h", "--", str(RESULTS / f"{part.name}.json"))
+    return Outcome(name=part.name, status="kept", reason=f"measured on {day}", when=day, commit=commit)
 
 
 def _day_of(part: Part) -> str | None:

@@ -2,13 +2,17 @@
 
 The spread of a ratio reaches from its lowest repeat to its highest, widened by the noise of a shared machine between
 one hour and another. Two or three repeats alone would say too little: of two pairs from the same urn, every third have
-nothing in common. A ratio lies outside if the median of its new repeats does.
+nothing in common. A part whose repeats differ by nothing but the machine measures that noise: with its many ratios it
+knows it far better than any one of them. A ratio lies outside if the median of its new repeats does.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,36 +20,61 @@ from rich.console import Console
 from rich.table import Table
 
 NOISE = 0.15
+"""Where a part does not measure it, and at least."""
+_DEVIATIONS = 2.0
+"""With so many beyond both ends of three repeats, fewer than one ratio in a hundred lies outside by chance."""
 
 
-def ratios(folder: Path) -> dict[str, list[float]]:
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """A ratio's repeats, and by how much the spread is wider than they are."""
+
+    values: list[float]
+    noise: float
+
+    def holds(self, new: list[float]) -> bool:
+        wider = 1 + self.noise
+        return min(self.values) / wider <= statistics.median(new) <= max(self.values) * wider
+
+
+def noise(repeats: Sequence[list[float]]) -> float:
+    """Of ratios whose repeats differ by nothing but the machine: from the pooled deviation of their logarithms."""
+    squares = freedom = 0.0
+    for values in repeats:
+        logs = [math.log(value) for value in values]
+        squares += sum((one - statistics.fmean(logs)) ** 2 for one in logs)
+        freedom += len(logs) - 1
+    return max(NOISE, math.exp(_DEVIATIONS * math.sqrt(squares / freedom)) - 1) if freedom else NOISE
+
+
+def spreads(folder: Path) -> dict[str, Spread]:
     """All ratios of a run, by name."""
     if not folder.is_dir():
         raise SystemExit(f"{folder} is not a folder of results: give one like benchmarks/results")
-    found: dict[str, list[float]] = {}
+    found: dict[str, Spread] = {}
     for path in sorted(folder.glob("*.json")):
         content: Any = json.loads(path.read_text())
         for ratio in content.get("ratios", []) if isinstance(content, dict) else []:
             if isinstance(ratio, dict):
-                found[f"{path.stem}: {ratio['name']}"] = ratio["values"]
+                found[f"{path.stem}: {ratio['name']}"] = Spread(
+                    values=ratio["values"], noise=content.get("noise", NOISE)
+                )
     return found
-
-
-def outside(old: list[float], new: list[float]) -> bool:
-    return not min(old) / (1 + NOISE) <= statistics.median(new) <= max(old) * (1 + NOISE)
 
 
 def compare(old: Path, new: Path) -> int:
     """Print the ratios of both; how many lie outside."""
-    before, after = ratios(old), ratios(new)
+    before, after = spreads(old), spreads(new)
     table = Table(title=f"{old} and {new}")
-    for column in ("ratio", "old", "new", ""):
+    for column in ("ratio", "old", "wider by", "new", ""):
         table.add_column(column, justify="left" if column in ("ratio", "") else "right")
     count = 0
     for name in sorted(before.keys() & after.keys()):
-        off = outside(before[name], after[name])
+        spread, values = before[name], after[name].values
+        off = not spread.holds(values)
         count += off
-        table.add_row(name, _span(before[name]), _span(after[name]), "[red]outside" if off else "")
+        wider = f"{spread.noise:.0%}"
+        table.add_row(name, _span(spread.values), wider, _span(values), "[red]outside" if off else "")
     console = Console()
     console.print(table)
     for name in sorted(before.keys() ^ after.keys()):

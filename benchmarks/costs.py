@@ -14,13 +14,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from benchmarks.decode import all_decode, clock_of, decode_points, make_engine, request
 from benchmarks.processes import Watch
 from benchmarks.progress import tick
 from benchmarks.running import command_of, read
@@ -30,10 +31,8 @@ from dora_rl.apps.train import read_config
 from dora_rl.core.events import Tick
 from dora_rl.core.trajectory import Group, Trajectory
 from dora_rl.engine.engine import Engine
-from dora_rl.engine.requests import Request, Sampling
 from dora_rl.ledger.ledger import Ledger
 from dora_rl.models.loading import load
-from dora_rl.models.sources import MemoryWeights
 from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.source import StoreWeights
 from dora_rl.trainer.trainer import Trainer
@@ -42,8 +41,6 @@ from dora_rl.weights.store import WeightStore
 CORES = os.cpu_count() or 1
 BATCHES = (1, 4, 16, 32, 64)
 CONTEXTS = (32, 256, 768)
-CALLS = 10
-"""Of the engine in one measurement."""
 PROMPT = 7
 TICKS = 5
 """Of progress that `measure` tells of."""
@@ -53,7 +50,7 @@ def measure(config: RunConfig, total: int) -> tuple[Measured, dict[str, Any]]:
     """All costs, and how well straight lines describe them."""
     tick(0, total, "decode steps")
     with _busy_neighbours():
-        points = _decode_points(config, 1)
+        points = decode_points(config, 1, BATCHES, CONTEXTS)
         rows = [(1.0, batch, tokens) for (batch, _), (tokens, _) in points.items()]
         base, per_request, per_token = _fit(rows, [seconds for _, seconds in points.values()])
         tick(1, total, "the trainer's calls")
@@ -63,7 +60,7 @@ def measure(config: RunConfig, total: int) -> tuple[Measured, dict[str, Any]]:
         publishing, loading = _publish_and_load(config)
         moving, durable = _move(config), _durable()
     tick(3, total, "all cores for one")
-    alone = _decode_points(config, CORES)
+    alone = decode_points(config, CORES, BATCHES, CONTEXTS)
     decode_speed = statistics.median(points[at][1] / alone[at][1] for at in points)
     fast, _ = _train_points(config, CORES)
     train_speed = sum(seconds for _, seconds in calls) / sum(seconds for _, seconds in fast)
@@ -133,67 +130,16 @@ def keep_busy(config: RunConfig) -> None:
     number = 0
     while os.getppid() > 1:
         for _ in range(16):
-            engine.submit(_request(number, 32, 200))
+            engine.submit(request(number, 32, 200))
             number += 1
         while engine.busy:
             engine.step()
 
 
-def make_engine(config: RunConfig, threads: int = 1) -> Engine:
-    loaded = load(config.model)
-    engine = Engine(loaded.model, MemoryWeights.of(loaded.model), config.rollout.engine)
-    engine.set_threads(threads)
-    engine.load(0, 0)
-    engine.wait_for_loads()
-    return engine
-
-
-def _request(number: int, context: int, tokens: int) -> Request:
-    prompt = tuple(np.random.default_rng(number).integers(3, 16, context).tolist())
-    return Request(trajectory=number, version=0, prompt=prompt, sampling=Sampling(max_tokens=tokens))
-
-
-def _clock(threads: int) -> Callable[[], float]:
-    """Seconds of the processor for one thread, of the wall for more."""
-    return time.process_time if threads == 1 else time.perf_counter
-
-
-def _decode_points(config: RunConfig, threads: int) -> dict[tuple[int, int], tuple[int, float]]:
-    """By batch and context: tokens of context in all, and median seconds of a step."""
-    engine, clock = make_engine(config, threads), _clock(threads)
-    points: dict[tuple[int, int], tuple[int, float]] = {}
-    number = 0
-    for context in CONTEXTS:
-        for batch in BATCHES:
-            for _ in range(batch):
-                # Long enough for those that are prefilled first to be there when the last one is.
-                engine.submit(_request(number, context, config.rollout.engine.max_context - context - 1))
-                number += 1
-            while not _all_decode(engine, batch):
-                pass
-            took = []
-            for _ in range(CALLS):  # a call may be several decode steps
-                decoded, begin = engine.stats.decoded, clock()
-                engine.step()
-                took.append((clock() - begin) * batch / (engine.stats.decoded - decoded))
-            points[batch, context] = engine.progress().kv_tokens, statistics.median(took)
-            for trajectory in range(number - batch, number):
-                engine.abort(trajectory, 0)
-            engine.step()
-    return points
-
-
-def _all_decode(engine: Engine, batch: int) -> bool:
-    """Every request of the batch got a token in the step just made."""
-    before = engine.stats.decoded
-    engine.step()
-    return engine.stats.decoded - before >= batch
-
-
 def _train_points(config: RunConfig, threads: int) -> tuple[list[tuple[int, float]], float]:
     """Tokens and seconds of the trainer's calls with 1, 2, 4 and 8 groups, and the seconds of applying."""
     torch.set_num_threads(threads)
-    clock = _clock(threads)
+    clock = clock_of(threads)
     trainer = Trainer(load(config.model).model, config.trainer)
     random = np.random.default_rng(0)
     calls: list[tuple[int, float]] = []
@@ -255,8 +201,8 @@ def _move(config: RunConfig) -> float:
     for repeat in range(7):
         some = range(4 * repeat, 4 * repeat + 4)
         for number in some:
-            source.submit(_request(number, 128, 512))  # long enough to be there still: a call may be several steps
-        while not _all_decode(source, len(some)):
+            source.submit(request(number, 128, 512))  # long enough to be there still: a call may be several steps
+        while not all_decode(source, len(some)):
             pass
         begin = time.perf_counter()
         arrived, errors = target.import_(source.export(list(some)), 0)

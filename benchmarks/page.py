@@ -68,16 +68,23 @@ def _head(bench: Content, outcomes: dict[str, Content]) -> str:
             """),
         prose(f"""
                 Ratios are taken within interleaved repeats; in parentheses the lowest and the highest repeat.
-                Widened by {NOISE:.0%}, the noise of a shared machine between one hour and another, that is the spread
-                in which a second run should lie: `python -m benchmarks.bench --compare OLD NEW` says which of its
-                ratios lie outside. Raw figures: [benchmarks/results](../benchmarks/results).
+                Widened by {NOISE:.0%}, the noise of a shared machine between one hour and another (for our own modes
+                it is measured and told below), that is the spread in which a second run should lie: `python -m
+                benchmarks.bench --compare OLD NEW` says which of its ratios lie outside. Raw figures:
+                [benchmarks/results](../benchmarks/results).
             """),
         table(
-            ["part", "outcome", "seconds", ""],
-            [[name, one["status"], f"{one['seconds']:.0f}", one["reason"]] for name, one in outcomes.items()],
+            ["part", "outcome", "seconds", "measured", "commit", ""],
+            [_row(name, one) for name, one in outcomes.items()],
         ),
     ]
     return "\n\n".join(row for row in rows if row)
+
+
+def _row(name: str, outcome: Content) -> list[str]:
+    """A part may have been run by itself, at another time than the rest."""
+    when, commit = (outcome.get(key, "") for key in ("when", "commit"))
+    return [name, outcome["status"], f"{outcome['seconds']:.0f}", when, commit, outcome["reason"]]
 
 
 def _loaded(bench: Content) -> str:
@@ -156,7 +163,7 @@ def _tails(content: Content) -> str:
                 `dora-rl train` on the quickstart's task, {content["steps"]} steps of {content["batch"]},
                 {content["instances"]} instances, learning switched off, so that every mode generates the same
                 responses to the same prompts. The bound is what a step must take: computing alone and tokens at
-                the engine's best rate, one after the other since they share the cores, or the longest
+                the engine's best rate at these contexts, one after the other since they share the cores, or the longest
                 trajectory's time over K + 1.
             """)
     ]
@@ -187,6 +194,13 @@ def _tails(content: Content) -> str:
         parts.append(f"**{tail} tail**: {about}.\n\n{table(columns, rows)}")
     ledger = [one["ledger"] / one["seconds"] for found in content["tails"].values() for one in _runs(found)]
     parts.append(f"The ledger took {min(ledger):.1%} to {max(ledger):.1%} of the time of a core.")
+    if "noise" in content:
+        parts.append(
+            prose(f"""
+                Repeats of a cell differ by nothing but the machine. Two standard deviations of them, pooled
+                over all ratios, are {content["noise"]:.0%}: by so much the spread of a ratio is wider than its repeats.
+            """)
+        )
     plots.bars(DOCS / "benchmarks-tails.svg", "trained tokens/s by tail and mode", groups)
     return "\n\n".join([*parts, "![tokens/s by mode and tail](benchmarks-tails.svg)"])
 

@@ -18,7 +18,8 @@ import statistics
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks.costs import CORES, TICKS, make_engine, measure
+from benchmarks.costs import CORES, TICKS, measure
+from benchmarks.decode import make_engine
 from benchmarks.progress import tick
 from benchmarks.report import RESULTS, Target, at_most, publish
 from benchmarks.shared_cores import Measured, predict, sim_config

@@ -2,7 +2,8 @@
 
 The lower bound of a step on cores that rollout and training share: what the trainer computes when it is alone, and the
 tokens of a step at the engine's best rate on all cores, one after the other since they share the cores; or the longest
-trajectory's time over K + 1, if that is longer.
+trajectory's time over K + 1, if that is longer. The best rate is that of a full batch at the context that the job's
+tokens have on average.
 """
 
 from __future__ import annotations
@@ -15,17 +16,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.decode import peak_rate
 from benchmarks.report import Target, at_least, at_most, publish
 from benchmarks.running import Figures, run
-from dora_rl.engine.config import EngineConfig
-from dora_rl.engine.engine import Engine
-from dora_rl.engine.requests import Request, Sampling
-from dora_rl.models.loading import ModelConfig, load
-from dora_rl.models.sources import MemoryWeights
+from dora_rl.apps.train import read_config
 
 JOBS = Path(__file__).parent / "jobs"
 STALENESS = 4
@@ -44,10 +41,8 @@ def main() -> None:
     parser.add_argument("--jobs", default="chains,agents")
     arguments = parser.parse_args()
     jobs = arguments.jobs.split(",")
-    peak = peak_rate()
-    _console.print(f"engine's best rate on one core: {peak:,.0f} tokens/s")
     targets: list[Target] = []
-    figures: dict[str, Any] = {"cores": os.cpu_count(), "peak tokens/s of a core": peak}
+    figures: dict[str, Any] = {"cores": os.cpu_count(), "peak tokens/s of a core": {}}
     left = len(jobs) * arguments.repeats * len(MODES)
     for job in jobs:
         repeats: list[dict[str, Figures]] = []
@@ -65,6 +60,12 @@ def main() -> None:
                     f"({seconds:.0f} s, about {left * seconds / 60:.0f} min left)"
                 )
             repeats.append(found)
+        context = repeats[0]["sync"].context
+        peak = peak_rate(read_config(JOBS / f"{job}.toml", []), context)
+        figures["peak tokens/s of a core"][job] = peak
+        _console.print(
+            f"{job}: engine's best rate on one core at {context:.0f} tokens of context: {peak:,.0f} tokens/s"
+        )
         targets += _targets(job, repeats, peak)
         figures[job] = [{mode: asdict(one) for mode, one in found.items()} for found in repeats]
         _show(job, repeats, peak)
@@ -112,31 +113,6 @@ def _show(job: str, repeats: list[dict[str, Figures]], peak: float) -> None:
             f"{statistics.median(one.migrations for one in some):.0f}",
         )
     _console.print(table)
-
-
-def peak_rate() -> float:
-    """Tokens/s of one engine with one thread and a full batch at the quickstart's usual context."""
-    torch.set_num_threads(1)
-    loaded = load(ModelConfig(path=str(JOBS.parent.parent / "examples" / "quickstart" / "warm")))
-    engine = Engine(
-        loaded.model,
-        MemoryWeights.of(loaded.model),
-        EngineConfig(max_requests=64, kv_bytes=64 << 20, max_context=1040, threads=1),
-    )
-    engine.load(0, 0)
-    engine.wait_for_loads()
-    best = 0.0
-    for trial in range(5):
-        for row in range(64):
-            request = Request(
-                trajectory=trial * 64 + row, version=0, prompt=(5, 6, 7), sampling=Sampling(max_tokens=120)
-            )
-            engine.submit(request)
-        decoded, begin = engine.stats.decoded, time.perf_counter()
-        while engine.busy:
-            engine.step()
-        best = max(best, (engine.stats.decoded - decoded) / (time.perf_counter() - begin))
-    return best
 
 
 if __name__ == "__main__":

@@ -31,6 +31,8 @@ class Figures:
     """Seconds a step that the trainer worked."""
     longest: float
     """Seconds of the longest trajectory of a step, mean over steps."""
+    context: float
+    """Tokens of the response before a token, mean over all tokens."""
     live_versions: int
     migrations: int
     staleness: dict[str, float]
@@ -101,6 +103,7 @@ def read(folder: Path) -> Figures:
         occupancy=sum(slots[label] for label in _WORK) / total,
         trainer_busy=(spent["trainer"]["train"] + spent["trainer"]["publish"]) / SECOND / asked,
         longest=_longest(folder / "events.jsonl"),
+        context=_context([tokens for group in lengths(folder) for tokens in group]),
         live_versions=round(max(line["rollout/live_versions"] for line in steps)),
         migrations=round(sum(line["rollout/migrations"] for line in steps)),
         staleness=dict(sorted(staleness.items())),
@@ -126,6 +129,10 @@ def lengths(folder: Path) -> list[list[int]]:
         if event["event"] == "Generated":
             groups[event["trajectory"] // size].append(event["tokens"])
     return [groups[group] for group in sorted(groups)]
+
+
+def _context(lengths: list[int]) -> float:
+    return sum(tokens * tokens for tokens in lengths) / 2 / max(1, sum(lengths))
 
 
 def _spent(activity: list[dict[str, Any]], begin: int, end: int) -> dict[str, Counter[str]]:

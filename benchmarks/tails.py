@@ -16,9 +16,11 @@ import statistics
 from dataclasses import asdict
 from typing import Any
 
+from benchmarks.compare import noise
+from benchmarks.decode import peak_rate
 from benchmarks.progress import tick
 from benchmarks.report import RESULTS, Ratio, publish
-from benchmarks.run import JOBS, bound, peak_rate
+from benchmarks.run import JOBS, bound
 from benchmarks.running import Figures, finished, lengths, read
 from dora_rl.apps.train import read_config
 
@@ -57,22 +59,26 @@ def main() -> None:
     steps = given.steps or STEPS[given.quick]
     variants = given.variants.split("+") if given.variants else list(QUICK if given.quick else VARIANTS)
     tails = given.tails.split(",")
-    total = len(tails) * len(variants) * repeats + 1
-    tick(0, total, "engine's best rate")
-    peak = peak_rate()
+    asked = {tail: [one for one in variants if one != PROPORTIONAL or tail == "heavy"] for tail in tails}
+    total = sum(map(len, asked.values())) * repeats + 1
     found: Found = {tail: [] for tail in tails}
-    done = 1
+    done = 0
     for repeat in range(repeats):
         for tail in tails:
             cells: dict[str, Figures] = {}
             # Another order each time, so that a drift of the machine favours nobody.
-            for variant in variants[repeat:] + variants[:repeat]:
+            for variant in asked[tail][repeat:] + asked[tail][:repeat]:
                 tick(done, total, f"{tail} tail, {variant}, repeat {repeat + 1} of {repeats}")
                 cells[variant] = _run(tail, variant, steps, write_trace=variant == "sync" and not repeat)
                 done += 1
-            found[tail].append({variant: cells[variant] for variant in variants})
-    tick(done, total, "done")
-    publish("tails", [], _figures(found, peak, steps))
+            found[tail].append({variant: cells[variant] for variant in asked[tail]})
+    tick(done, total, "engine's best rates")
+    config = read_config(JOB, [])
+    peaks = {
+        tail: peak_rate(config, repeats[0]["sync"].context) for tail, repeats in found.items() if "sync" in variants
+    }
+    tick(total, total, "done")
+    publish("tails", [], _figures(found, peaks, steps))
 
 
 def _run(tail: str, variant: str, steps: int, *, write_trace: bool) -> Figures:
@@ -94,21 +100,28 @@ def _write_trace(tail: str, groups: list[list[int]]) -> None:
     (RESULTS / "traces" / f"{tail}.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def _figures(found: Found, peak: float, steps: int) -> dict[str, Any]:
+def _figures(found: Found, peaks: dict[str, float], steps: int) -> dict[str, Any]:
     cells: dict[str, Any] = {}
     for tail, repeats in found.items():
-        some = sorted(length for group in _trace(tail) for length in group)
+        traced = sorted(length for group in _trace(tail) for length in group)
         cells[tail] = {
-            "median": statistics.median(some),
-            "p99": some[int(len(some) * 0.99)],
-            "mean": statistics.fmean(some),
-            "repeats": [_with_bounds(cells, peak) for cells in repeats],
+            "median": statistics.median(traced),
+            "p99": traced[int(len(traced) * 0.99)],
+            "mean": statistics.fmean(traced),
+            "repeats": [_with_bounds(cells, peaks.get(tail, 0.0)) for cells in repeats],
         }
-    ratios = [{"name": ratio.name, "values": ratio.values, "aim": None} for ratio in _ratios(found)]
+    some = _ratios(found)
+    ratios = [{"name": ratio.name, "values": ratio.values, "aim": None} for ratio in some]
     config = read_config(JOB, [])
     batch = f"{config.control.groups_per_step} groups of {config.control.group_size}"
     about: dict[str, Any] = {"steps": steps, "batch": batch, "instances": config.rollout.instances}
-    return about | {"cores": os.cpu_count(), "peak tokens/s of a core": peak, "tails": cells, "ratios": ratios}
+    return about | {
+        "cores": os.cpu_count(),
+        "peak tokens/s of a core": peaks,
+        "tails": cells,
+        "ratios": ratios,
+        "noise": noise([one.values for one in some]),
+    }
 
 
 def _with_bounds(cells: dict[str, Figures], peak: float) -> dict[str, Any]:

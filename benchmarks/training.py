@@ -82,7 +82,7 @@ JOBS = {
         micro_batch=16,
         aim=2.0,
     ),
-    "smollm2": Job(config=SUMS, settings={"threads": CORES}, steps=(1, 6), points=1, micro_batch=8, aim=2.0),
+    "smollm2": Job(config=SUMS, settings={"threads": CORES}, steps=(1, 4), points=1, micro_batch=8, aim=2.0),
 }
 
 

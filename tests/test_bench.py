@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 from benchmarks import bench, page, progress, shared_cores
-from benchmarks.compare import compare, outside
+from benchmarks.compare import NOISE, Spread, compare, noise
 from benchmarks.machine import describe
 from benchmarks.scale import exponent
 from benchmarks.shared_cores import Measured, predict, sim_config
@@ -80,12 +81,29 @@ def test_time_to_an_accuracy_is_read_between_the_points_and_never_beyond_them() 
 
 
 def test_a_ratio_lies_outside_if_its_median_leaves_the_old_spread_and_the_noise_around_it() -> None:
-    assert not outside([1.0, 2.0], [1.9, 2.6])
-    assert outside([1.0, 2.0], [1.9, 2.8])
-    assert not outside([1.0, 2.0], [0.8, 1.0])
-    assert outside([1.0, 2.0], [0.7, 1.0])
-    assert not outside([1.0], [1.14])
-    assert outside([1.0], [1.16])
+    two, one = Spread(values=[1.0, 2.0], noise=0.15), Spread(values=[1.0], noise=0.15)
+    assert two.holds([1.9, 2.6])
+    assert not two.holds([1.9, 2.8])
+    assert two.holds([0.8, 1.0])
+    assert not two.holds([0.7, 1.0])
+    assert one.holds([1.14])
+    assert not one.holds([1.16])
+    assert Spread(values=[1.0], noise=0.3).holds([1.29])
+
+
+def test_of_runs_of_the_same_thing_few_ratios_lie_outside() -> None:
+    dice = random.Random(0)
+
+    def run() -> list[list[float]]:
+        return [[dice.lognormvariate(0.0, 0.2) for _ in range(3)] for _ in range(22)]
+
+    misses = 0
+    for _ in range(200):
+        old, new = run(), run()
+        wider = noise(old)
+        misses += sum(not Spread(values=a, noise=wider).holds(b) for a, b in zip(old, new, strict=True))
+    assert misses / (200 * 22) < 0.01
+    assert noise([[2.0, 2.0], [3.0, 3.0]]) == noise([[1.0]]) == NOISE
 
 
 def test_comparing_counts_what_lies_outside(tmp_path: Path) -> None:
@@ -148,6 +166,22 @@ def test_a_part_that_fails_is_reported_and_the_rest_goes_on(results: Path) -> No
     assert "the peer is gone" in text
     assert "no server" in text
     assert "From a quick run" in text
+
+
+def test_a_part_that_is_run_by_itself_leaves_the_others_their_time_and_commit(results: Path) -> None:
+    code = 'import pathlib\npathlib.Path({!r}).write_text(\'{{"not run": "no server"}}\')'
+    parts = [module(results, name, code.format(str(results / f"{name}.json"))) for name in ("training", "tails")]
+    bench.run(parts, quick=True, everything=True)
+    first = json.loads((results / "bench.json").read_text())
+    for one in first["parts"]:
+        one |= {"when": "2026-01-31 12:00 UTC", "commit": "0badc0de"}
+    (results / "bench.json").write_text(json.dumps(first))
+    bench.run(parts[:1], quick=True, everything=False)
+    found = outcomes(results)
+    assert (found["tails"]["when"], found["tails"]["commit"]) == ("2026-01-31 12:00 UTC", "0badc0de")
+    assert found["training"]["when"] > "2026-01-31 12:00 UTC"
+    assert found["training"]["commit"] != "0badc0de"
+    assert "2026-01-31 12:00 UTC | 0badc0de" in (page.DOCS / "benchmarks.md").read_text()
 
 
 def test_a_part_that_hangs_is_given_up(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
