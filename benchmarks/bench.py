@@ -54,8 +54,8 @@ class Part:
 
 
 PARTS = (
-    Part(name="training", seconds=(180, 1500)),
-    Part(name="tails", seconds=(150, 1300)),
+    Part(name="training", seconds=(180, 1350)),
+    Part(name="tails", seconds=(150, 800)),
     Part(name="reality", seconds=(60, 60)),
     Part(name="scale", seconds=(60, 120)),
     Part(name="llama", seconds=(40, 120)),

@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def main() -> None:
         "ours": ours,
         "llama.cpp": theirs,
         "check": check,
-        "ratios": [{"name": ratio.name, "values": ratio.values, "aim": None} for ratio in ratios],
+        "ratios": [asdict(ratio) for ratio in ratios],
     }
     tick(3 + repeats, 3 + repeats, f"its answers are {'' if check['trusted'] else 'not '}trusted")
     publish("llama", [], figures)

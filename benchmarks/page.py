@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import plots
-from benchmarks.compare import NOISE
+from benchmarks.compare import BY_ACCURACY, NOISE
 from benchmarks.curves import Band, draw
 from benchmarks.machine import IDLE
 from benchmarks.report import RESULTS
@@ -68,10 +68,10 @@ def _head(bench: Content, outcomes: dict[str, Content]) -> str:
             """),
         prose(f"""
                 Ratios are taken within interleaved repeats; in parentheses the lowest and the highest repeat.
-                Widened by {NOISE:.0%}, the noise of a shared machine between one hour and another (for our own modes
-                it is measured and told below), that is the spread in which a second run should lie: `python -m
-                benchmarks.bench --compare OLD NEW` says which of its ratios lie outside. Raw figures:
-                [benchmarks/results](../benchmarks/results).
+                Widened by {NOISE:.0%}, the noise of a shared machine between one hour and another (for times to an
+                accuracy by {BY_ACCURACY:.0%}, for our own modes by what is measured below), that is the spread in
+                which a second run should lie: `python -m benchmarks.bench --compare OLD NEW` says which of its ratios
+                lie outside. Raw figures: [benchmarks/results](../benchmarks/results).
             """),
         table(
             ["part", "outcome", "seconds", "measured", "commit", ""],
@@ -127,8 +127,8 @@ def _training(content: Content) -> str:
                 The same model, data, rewards, batch, lengths, learning rate, loss and threads. TRL generates with
                 `transformers`, its default. Clocks run from the first version to the last; imports, loading and
                 saving count for neither. Accuracy: held-out, start to end after equal steps, by the code of
-                `dora-rl eval` on the saved weights of both. Memory: peak of all processes together, shared pages
-                once.
+                `dora-rl eval` on the saved weights of both; a time to an accuracy is told where both rise by more than
+                chance. Memory: peak of all processes together, shared pages once.
             """),
             table(columns, rows),
             ratio_table(content),
@@ -197,7 +197,7 @@ def _tails(content: Content) -> str:
     if "noise" in content:
         parts.append(
             prose(f"""
-                Repeats of a cell differ by nothing but the machine. Two standard deviations of them, pooled
+                Repeats of a cell differ by nothing but the machine. Two and a half standard deviations of them, pooled
                 over all ratios, are {content["noise"]:.0%}: by so much the spread of a ratio is wider than its repeats.
             """)
         )

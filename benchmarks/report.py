@@ -34,6 +34,8 @@ class Ratio:
     values: list[float]
     aim: float | None = None
     """It should be at least this."""
+    noise: float | None = None
+    """By how much the spread of a second run is wider than these values, if not by what is usual for its part."""
 
     @property
     def median(self) -> float:

@@ -50,12 +50,12 @@ def staleness(variant: str) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--repeats", type=int, default=0, help="3 by default, 1 in a quick run")
+    parser.add_argument("--repeats", type=int, default=0, help="2 by default, 1 in a quick run")
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--tails", default=",".join(TAILS))
     parser.add_argument("--variants", default="")
     given = parser.parse_args()
-    repeats = given.repeats or (1 if given.quick else 3)
+    repeats = given.repeats or (1 if given.quick else 2)
     steps = given.steps or STEPS[given.quick]
     variants = given.variants.split("+") if given.variants else list(QUICK if given.quick else VARIANTS)
     tails = given.tails.split(",")
@@ -111,7 +111,7 @@ def _figures(found: Found, peaks: dict[str, float], steps: int) -> dict[str, Any
             "repeats": [_with_bounds(cells, peaks.get(tail, 0.0)) for cells in repeats],
         }
     some = _ratios(found)
-    ratios = [{"name": ratio.name, "values": ratio.values, "aim": None} for ratio in some]
+    ratios = [asdict(ratio) for ratio in some]
     config = read_config(JOB, [])
     batch = f"{config.control.groups_per_step} groups of {config.control.group_size}"
     about: dict[str, Any] = {"steps": steps, "batch": batch, "instances": config.rollout.instances}

@@ -15,6 +15,7 @@ import argparse
 import importlib.util
 import itertools
 import json
+import math
 import os
 import random
 import statistics
@@ -22,10 +23,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.compare import BY_ACCURACY
 from benchmarks.peers.trl_run import Settings
 from benchmarks.processes import Watch
 from benchmarks.progress import tick
@@ -113,7 +115,7 @@ def main() -> None:
             found.append(_repeat(name, job, steps, repeat, (done, total)))
         figures["jobs"][name] = {"settings": _told(job, steps), "repeats": found}
         ratios += _ratios(name, job, found)
-    figures["ratios"] = [{"name": ratio.name, "values": ratio.values, "aim": ratio.aim} for ratio in ratios]
+    figures["ratios"] = [asdict(ratio) for ratio in ratios]
     publish("training", aims(ratios), figures)
 
 
@@ -299,6 +301,11 @@ def seconds_to(curve: list[tuple[int, float, float]], goal: float) -> float | No
     return None
 
 
+def clear_rise(accuracy: float, prompts: int) -> float:
+    """What two shares of right answers must differ by: two standard deviations of a difference by chance."""
+    return 2 * math.sqrt(2 * accuracy * (1 - accuracy) / prompts)
+
+
 def _ratios(name: str, job: Job, repeats: list[dict[str, Any]]) -> list[Ratio]:
     speed, step, memory, goal = [], [], [], []
     for one in repeats:
@@ -307,6 +314,8 @@ def _ratios(name: str, job: Job, repeats: list[dict[str, Any]]) -> list[Ratio]:
         step.append(theirs["seconds"] / theirs["steps"] / (ours["seconds"] / ours["steps"]))
         memory.append(ours["memory"] / theirs["memory"])
         both = min(max(accuracy for *_, accuracy in side["curve"]) for side in (ours, theirs))
+        if both - ours["curve"][0][2] < clear_rise(both, one["prompts"]):
+            continue
         took = seconds_to(ours["curve"], both), seconds_to(theirs["curve"], both)
         one["goal"] = {"accuracy": both, "ours": took[0], "trl": took[1]}
         if took[0] and took[1]:
@@ -318,7 +327,7 @@ def _ratios(name: str, job: Job, repeats: list[dict[str, Any]]) -> list[Ratio]:
     ]
     if goal:
         name = f"{name}: TRL's seconds to the accuracy that both reach, over ours"
-        found.append(Ratio(name=name, values=goal))
+        found.append(Ratio(name=name, values=goal, noise=BY_ACCURACY))
     return found
 
 

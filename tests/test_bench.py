@@ -13,7 +13,7 @@ from benchmarks.compare import NOISE, Spread, compare, noise
 from benchmarks.machine import describe
 from benchmarks.scale import exponent
 from benchmarks.shared_cores import Measured, predict, sim_config
-from benchmarks.training import seconds_to
+from benchmarks.training import clear_rise, seconds_to
 
 from dora_rl.runtime import instance
 
@@ -80,6 +80,11 @@ def test_time_to_an_accuracy_is_read_between_the_points_and_never_beyond_them() 
     assert seconds_to(curve, 0.8) is None
 
 
+def test_a_rise_is_clear_if_chance_hardly_makes_it() -> None:
+    assert 0.08 < clear_rise(0.65, 256) < 0.09
+    assert clear_rise(0.09, 64) > 0.05, "64 prompts say nothing about a rise from 6% to 9%"
+
+
 def test_a_ratio_lies_outside_if_its_median_leaves_the_old_spread_and_the_noise_around_it() -> None:
     two, one = Spread(values=[1.0, 2.0], noise=0.15), Spread(values=[1.0], noise=0.15)
     assert two.holds([1.9, 2.6])
@@ -95,14 +100,14 @@ def test_of_runs_of_the_same_thing_few_ratios_lie_outside() -> None:
     dice = random.Random(0)
 
     def run() -> list[list[float]]:
-        return [[dice.lognormvariate(0.0, 0.2) for _ in range(3)] for _ in range(22)]
+        return [[dice.lognormvariate(0.0, 0.2) for _ in range(2)] for _ in range(22)]
 
     misses = 0
     for _ in range(200):
         old, new = run(), run()
         wider = noise(old)
         misses += sum(not Spread(values=a, noise=wider).holds(b) for a, b in zip(old, new, strict=True))
-    assert misses / (200 * 22) < 0.01
+    assert misses / (200 * 22) < 0.015
     assert noise([[2.0, 2.0], [3.0, 3.0]]) == noise([[1.0]]) == NOISE
 
 
