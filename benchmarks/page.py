@@ -247,7 +247,10 @@ def _reality(content: Content) -> str:
             """),
             prose(f"""
                 {content["within the aim"]} of {len(rows)} cells are within the aim; the median error is
-                {content["median |error|"]:.0%}.
+                {content["median |error|"]:.0%}. What binds is the machine: repeats of one and the same cell differ by
+                more than the aim (see the noise of our own modes), and what a part costs holds for the minutes in which
+                it was measured. A shared core that is slower while the runs are made than while the parts are measured
+                looks like an error of the prediction, and the other way round.
             """),
             table(columns, rows),
             "![predicted against found](benchmarks-reality.svg)",
