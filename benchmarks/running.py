@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dora_rl.core.accounting import named, occupancy
+
 SECOND = 1e9
-_WORK = ("decode", "prefill", "re-prefill", "migrate")
 
 
 @dataclass(kw_only=True)
@@ -26,7 +27,7 @@ class Figures:
     """Response tokens trained."""
     steps: int
     occupancy: float
-    """Share of slot time that was work, while there was work left to begin."""
+    """Share that was work of the time in which slots could have worked (`core.accounting`)."""
     trainer_busy: float
     """Seconds a step that the trainer worked."""
     longest: float
@@ -89,7 +90,6 @@ def read(folder: Path) -> Figures:
     asked = max(published)
     spent = _spent(activity, begin, end)
     slots = spent["slots"]
-    slots.pop("idle: finished", None)
     total = sum(slots.values()) or 1
     staleness: Counter[str] = Counter()
     for line in steps:
@@ -100,7 +100,7 @@ def read(folder: Path) -> Figures:
         seconds=(end - begin) / SECOND,
         tokens=round(sum(line["batch/response_tokens"] for line in steps)),
         steps=asked,
-        occupancy=sum(slots[label] for label in _WORK) / total,
+        occupancy=occupancy(slots),
         trainer_busy=(spent["trainer"]["train"] + spent["trainer"]["publish"]) / SECOND / asked,
         longest=_longest(folder / "events.jsonl"),
         context=_context([tokens for group in lengths(folder) for tokens in group]),
@@ -143,7 +143,7 @@ def _spent(activity: list[dict[str, Any]], begin: int, end: int) -> dict[str, Co
             continue
         who = "trainer" if line["who"] == "trainer" else "slots"
         for label, _, cause, nanoseconds in line["shares"]:
-            spent[who][f"idle: {cause}" if label == "idle" else label] += nanoseconds
+            spent[who][named(label, cause)] += nanoseconds
     return spent
 
 

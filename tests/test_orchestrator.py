@@ -14,6 +14,7 @@ from dora_rl.control.predict import LengthPredictor
 from dora_rl.core import commands as c
 from dora_rl.core import events as e
 from dora_rl.core.errors import ConfigError, IntegrityError, UserError
+from dora_rl.core.labels import Because
 from dora_rl.core.nouns import SECOND, DecodeCost, InstanceSpec, Prompt, SlotId
 from dora_rl.sim.fakes import fingerprint
 from tests.schedules import run_schedule
@@ -21,10 +22,10 @@ from tests.schedules import run_schedule
 CONFIG = ControlConfig(groups_per_step=2, group_size=2, max_response_tokens=64, max_staleness=1)
 
 
-def started(config: ControlConfig = CONFIG) -> Orchestrator:
+def started(config: ControlConfig = CONFIG, slots: int = 1) -> Orchestrator:
     """An orchestrator with one instance that serves version 0 and has begun two groups."""
     orchestrator = Orchestrator(config)
-    spec = InstanceSpec(instance="a", max_requests=4, kv_tokens=10_000)
+    spec = InstanceSpec(instance="a", slots=slots, max_requests=4, kv_tokens=10_000)
     prompts = tuple(Prompt(key=str(number), tokens=8) for number in range(8))
     for event in (
         e.InstanceJoined(spec=spec),
@@ -255,6 +256,21 @@ def test_each_turn_of_an_environment_has_a_deadline_of_its_own() -> None:
     assert not after(11, e.Tick())  # the first turn's deadline; this is the second
     failed = after(18, e.Tick())
     assert [one.trajectory for one in failed] == [0]
+
+
+def test_a_free_slot_waits_for_the_same_tools_as_its_instance() -> None:
+    orchestrator = started(slots=2)
+
+    def causes() -> list[Because | None]:
+        return [None if slot.idle is None else slot.idle.because for slot in orchestrator.snapshot().slots]
+
+    for trajectory in range(8):  # all that the bound allows: parked requests leave their room to others
+        orchestrator.step(e.Parked(trajectory=trajectory, attempt=0, kv_tokens=0), 0)
+    assert causes() == [Because.TOOL, Because.TOOL]
+    for trajectory in range(8):
+        orchestrator.step(e.Unparked(trajectory=trajectory, attempt=0, kv_tokens=0), 0)
+        orchestrator.step(generated(trajectory), 0)
+    assert Because.TOOL not in causes()
 
 
 def test_what_is_not_known_of_an_instances_load_does_not_change_it() -> None:

@@ -14,7 +14,8 @@ from dora_rl.apps.evaluate import Response, interval, summary
 from dora_rl.apps.init import EXAMPLES, document
 from dora_rl.apps.live import sparks
 from dora_rl.apps.report import percentile, run_timeline
-from dora_rl.apps.summary import occupancy, occupancy_between, place, totals
+from dora_rl.apps.summary import occupancy_between, place, totals
+from dora_rl.core.accounting import occupancy
 from dora_rl.core.config import build, override
 from dora_rl.core.labels import Label
 from dora_rl.core.nouns import SlotId
@@ -67,11 +68,12 @@ def test_a_model_folder_is_not_a_run(tmp_path: Path) -> None:
 # -- time -------------------------------------------------------------------------------------------------------
 
 
-def test_occupancy_is_work_over_all_but_the_start() -> None:
+def test_occupancy_is_work_over_the_time_in_which_slots_could_have_worked() -> None:
     slots, trainer = totals(
         [
             window("i0.1/0", 0, ("idle", None, "starting", 50), ("decode", 1, "", 60), ("prefill", 1, "", 10)),
             window("i1.1/0", 0, ("load", 1, "", 10), ("idle", None, "trainer", 20)),
+            window("i1.1/1", 0, ("idle", None, "spare slot", 30), ("idle", None, "finished", 10)),
             window("trainer", 0, ("train", 1, "", 100)),
         ]
     )

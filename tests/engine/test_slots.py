@@ -14,9 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dora_rl.core.accounting import Activity
 from dora_rl.core.errors import SlotError, VersionError
 from dora_rl.core.events import Generated, SlotLoaded, SlotLoadFailed
-from dora_rl.core.labels import Label
+from dora_rl.core.labels import WORK, Because, Cause, Label
 from dora_rl.engine.requests import Request, Sampling
 from dora_rl.models.sources import MemoryWeights
 from tests.engine import tiny
@@ -224,6 +225,22 @@ def test_all_time_has_a_label() -> None:
     for slot in engine.slots:
         assert sum(slot.account.by_label().values()) == slot.account.lifetime > 0
     assert set(engine.slots[1].account.by_label()) == {Label.IDLE}
+
+
+def test_a_slot_that_idles_is_spare_while_its_instance_computes_for_another() -> None:
+    engine = tiny.engine(tiny.model("llama"), weights=two_versions(), versions=(0, 1))
+    engine.note_idle(1, Cause(because=Because.TOOL))
+    before = engine.slots[1].account.idle_by_cause().get("tool", 0)
+    listener = Listener()
+    for request in requests(0, 0):
+        engine.submit(request, 0)
+    listener.run(engine)
+    idle, busy = engine.slots[1].account, engine.slots[0].account
+    assert idle.idle_by_cause()["spare slot"] > 0
+    assert idle.current == Activity(Label.IDLE, cause=Cause(because=Because.TOOL))
+    worked = sum(busy.by_label().get(label, 0) for label in WORK)
+    assert idle.idle_by_cause()["spare slot"] <= worked
+    assert before <= idle.idle_by_cause().get("tool", 0) <= idle.lifetime - idle.idle_by_cause()["spare slot"]
 
 
 def test_a_version_that_is_replaced_is_let_go_at_once() -> None:

@@ -21,7 +21,8 @@ from rich.text import Text
 
 from dora_rl.apps.figures import duration, histogram, idle
 from dora_rl.apps.recorded import read_activity, read_facts, read_metrics
-from dora_rl.apps.summary import ACCURACY, REWARD, occupancy, shares, totals
+from dora_rl.apps.summary import ACCURACY, REWARD, shares, totals
+from dora_rl.core.accounting import occupancy
 from dora_rl.core.labels import Label
 from dora_rl.core.nouns import SECOND
 

@@ -16,11 +16,11 @@ from typing import Any
 import msgspec
 
 from dora_rl.apps import recorded
-from dora_rl.core.labels import Because, Label
+from dora_rl.core.accounting import NOT_COUNTED, named, occupancy
+from dora_rl.core.labels import WORK, Because
 from dora_rl.core.nouns import SECOND, Nanoseconds, Record, Version
 from dora_rl.runtime.folder import RunFolder
 
-_WORK = (Label.DECODE.value, Label.PREFILL.value, Label.REPREFILL.value, Label.MIGRATE.value)
 STARTING = f"idle: {Because.STARTING.value}"
 ACCURACY = "eval/held_out/accuracy"
 REWARD = "reward/mean"
@@ -148,14 +148,8 @@ def totals(windows: Iterable[recorded.Window]) -> tuple[Counter[str], Counter[st
     for window in windows:
         account = trainer if window.who == "trainer" else slots
         for label, _, cause, spent in window.shares:
-            account[label if label != Label.IDLE.value else f"idle: {cause}"] += spent
+            account[named(label, cause)] += spent
     return slots, trainer
-
-
-def occupancy(time: Mapping[str, Nanoseconds]) -> float:
-    """Share of slot time that went into requests, the start-up aside."""
-    whole = sum(spent for label, spent in time.items() if label != STARTING)
-    return sum(time.get(label, 0) for label in _WORK) / max(1, whole)
 
 
 def occupancy_between(windows: Iterable[recorded.Window], times: list[Nanoseconds]) -> list[float]:
@@ -166,8 +160,8 @@ def occupancy_between(windows: Iterable[recorded.Window], times: list[Nanosecond
             continue
         work = whole = 0
         for label, _, cause, spent in window.shares:
-            work += spent if label in _WORK else 0
-            whole += spent if cause != Because.STARTING.value else 0
+            work += spent if label in WORK else 0
+            whole += spent if named(label, cause) not in NOT_COUNTED else 0
         for at, sign in ((window.start, 1), (window.end, -1)):
             rate = rates.setdefault(at, [0.0, 0.0])
             rate[0] += sign * work / (window.end - window.start)

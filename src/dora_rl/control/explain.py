@@ -1,4 +1,8 @@
-"""Names the cause of every idle second, when it begins and whenever the cause changes."""
+"""Names the cause of every idle second, when it begins and whenever the cause changes.
+
+While an instance computes for one of its slots, its others are spare, whatever is told of them here: only the world
+knows when that is.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +30,9 @@ class Explainer:
         if closed != self._closed:
             self._closed = closed
             touched = {**self._idle, **touched}
-        for slot in touched.values():
-            self._explain_slot(slot)
+        for instance in {slot.instance.spec.instance: slot.instance for slot in touched.values()}.values():
+            for slot in instance.slots:  # what one waits for may be what another has
+                self._explain_slot(slot)
         if self._training.stage is TrainerStage.COLLECTING:
             cause = self._training.waits_for()
             if cause != self._trainer:
@@ -54,10 +59,8 @@ class Explainer:
             return Cause(because=Because.TOOL)
         if slot.leaving or slot.incoming:
             return Cause(because=Because.RESERVED, version=slot.version)
-        if slot.instance.active:
-            return Cause(because=Because.SPARE)
-        if slot.version is None:
-            return Cause(because=Because.STARTING)
+        if any(other.requests for other in slot.instance.slots):
+            return Cause(because=Because.TOOL)
         return self._closed or Cause(because=Because.STARTING)
 
     def _admission_closed(self) -> Cause | None:

@@ -9,10 +9,11 @@ Invariants:
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dora_rl.core.labels import Cause, Label
+from dora_rl.core.labels import ASIDE, WORK, Cause, Label
 from dora_rl.core.nouns import Nanoseconds, SlotId, Version
 
 
@@ -100,3 +101,18 @@ class TimeAccount:
                 name = activity.cause.because.value
                 result[name] = result.get(name, 0) + spent
         return result
+
+
+def named(label: str, cause: str) -> str:
+    """The name under which time is added up: its label, or `idle: cause`."""
+    return f"{Label.IDLE}: {cause}" if label == Label.IDLE else label
+
+
+NOT_COUNTED = (Label.TRAIN, *(named(Label.IDLE, cause) for cause in ASIDE))
+"""Time of slots that occupancy leaves out; devices that train do not generate."""
+
+
+def occupancy(time: Mapping[str, float]) -> float:
+    """Share that went into requests of the time in which slots could have worked; `time` is by name."""
+    whole = sum(spent for name, spent in time.items() if name not in NOT_COUNTED)
+    return sum(time.get(label, 0) for label in WORK) / whole if whole else 0.0

@@ -41,9 +41,9 @@ class Because(StrEnum):
     REWARD = "reward"
     """Trainer: what it waits for is generated and is being scored."""
     TOOL = "tool"
-    """All requests of the slot wait for their environments."""
+    """All requests of the instance wait for their environments."""
     SPARE = "spare slot"
-    """The instance works in its other slots; this one is free to receive a version."""
+    """The instance works in its other slots. They share what it computes with, so nothing idles but a place."""
     RESERVED = "reserved"
     """The slot is being emptied for a version that has requests and no slot."""
     FINISHED = "finished"
@@ -58,3 +58,9 @@ class Cause(Record, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         return self.because.value if self.version is None else f"{self.because.value} v{self.version}"
+
+
+WORK = (Label.DECODE, Label.PREFILL, Label.REPREFILL, Label.MIGRATE)
+"""What occupies a slot."""
+ASIDE = (Because.STARTING, Because.SPARE, Because.FINISHED)
+"""Idle time in which a slot could not have worked, so it does not count against its occupancy."""

@@ -46,7 +46,7 @@ from dora_rl.engine.runner import runner_factory
 from dora_rl.engine.scheduler import Scheduler
 from dora_rl.engine.segments import Segments
 from dora_rl.engine.sequence import Sequence
-from dora_rl.engine.slots import Loading, Slot
+from dora_rl.engine.slots import STARTING, Loading, Slot
 from dora_rl.engine.stats import Stats
 
 if TYPE_CHECKING:
@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     from dora_rl.engine.config import EngineConfig
 
 Clock = Callable[[], Nanoseconds]
+_SPARE = Cause(because=Because.SPARE)
+_NO_PROMPTS = Cause(because=Because.NO_PROMPTS)
 
 
 class Engine:
@@ -85,7 +87,7 @@ class Engine:
         rows = config.max_requests + config.prefill_chunk
         self._make, self.kernels = runner_factory(model, self._cache, config, rows, self.context)
         max_blocks = shape.blocks(self.context)
-        idle = Activity(Label.IDLE, cause=Cause(because=Because.STARTING))
+        idle = Activity(Label.IDLE, cause=STARTING)
         self.slots = [
             Slot(
                 index,
@@ -228,6 +230,7 @@ class Engine:
     def note_idle(self, slot: int, cause: Cause) -> None:
         """Why a slot has nothing to do; holds until it has."""
         place = self._slot(slot)
+        place.idle = cause
         if not len(place.batch):
             place.account.switch(self._clock(), Activity(Label.IDLE, cause=cause))
 
@@ -426,16 +429,22 @@ class Engine:
                 self._scheduler.enqueue(sequence)
 
     def _account(self, slot: Slot, work: Work | None, start: Nanoseconds, end: Nanoseconds, others: bool) -> None:
-        """The step's time, split by tokens where a slot did several things; idle slots keep their cause."""
+        """The step's time, split by tokens where a slot did several things.
+
+        A slot that idles does so for the cause that was told, but for the time in which others of its instance compute.
+        """
         account = slot.account
         if work is None:
             if slot.loading is not None:
                 account.switch(start, Activity(Label.LOAD, slot.loading.version))
+            elif others:
+                account.switch(start, Activity(Label.IDLE, cause=_SPARE))
+                account.switch(end, Activity(Label.IDLE, cause=slot.idle))
             elif account.current.label is not Label.IDLE:
-                because = Because.SPARE if others else Because.NO_PROMPTS
-                account.switch(start, Activity(Label.IDLE, cause=Cause(because=because)))
+                account.switch(start, Activity(Label.IDLE, cause=slot.idle))
             account.settle(end)
             return
+        slot.idle = _NO_PROMPTS
         total = sum(work)
         now = start
         parts = ((Label.REPREFILL, work.reprefilled), (Label.PREFILL, work.prefilled), (Label.DECODE, work.decoded))

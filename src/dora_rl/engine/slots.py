@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dora_rl.core.errors import DoraError
+from dora_rl.core.labels import Because, Cause
 
 if TYPE_CHECKING:
     from dora_rl.core.accounting import TimeAccount
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from dora_rl.engine.runner import MakeRunner, Runner
 
 PAGE = 4096
+STARTING = Cause(because=Because.STARTING)
 
 
 class Loading:
@@ -77,6 +79,8 @@ class Slot:
         self.loading: Loading | None = None
         self.pace: Nanoseconds = 0
         """How long a decode step took, the last time."""
+        self.idle = STARTING
+        """Why it has nothing to do, when it has nothing; until somebody says why, nobody has asked it for more."""
 
 
 def _touch(tensor: Any) -> None:

@@ -1,6 +1,6 @@
 """Figures of a run: one line a step in `metrics.jsonl`, and where the time went in `activity.jsonl`.
 
-Occupancy is the share of slot time that was not idle and not loading, as the paper counts it.
+Occupancy is the share of slot time that was not idle and not loading (`core.accounting`).
 """
 
 from __future__ import annotations
@@ -11,15 +11,13 @@ from collections import Counter
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from dora_rl.core.accounting import Activity, TimeAccount
+from dora_rl.core.accounting import Activity, TimeAccount, named, occupancy
 from dora_rl.core.labels import Because, Cause, Label
 from dora_rl.core.nouns import SECOND, Nanoseconds, StepId, Version
 from dora_rl.runtime.books import GroupBook
 from dora_rl.runtime.evaluation import Evaluated
 from dora_rl.runtime.folder import RunFolder
 from dora_rl.runtime.messages import Share, Spent
-
-_WORK = {Label.DECODE.value, Label.PREFILL.value, Label.REPREFILL.value, Label.MIGRATE.value}
 
 
 class Tracker(Protocol):
@@ -64,7 +62,7 @@ class Recorder:
     def spent(self, name: str, message: Spent) -> None:
         """A window of a slot's time."""
         for share in message.shares:
-            key = share.label if share.label != Label.IDLE.value else f"idle: {share.cause}"
+            key = named(share.label, share.cause)
             self.time[key] += share.spent
             self._step_time[key] += share.spent
         self._window(f"{name}/{message.slot}", message.start, message.end, list(message.shares))
@@ -94,7 +92,7 @@ class Recorder:
             figures |= {
                 "timing_s/step": seconds,
                 "throughput/tokens_per_second": figures["batch/response_tokens"] / max(seconds, 1e-9),
-                "rollout/occupancy": self._share(_WORK) / slot_time,
+                "rollout/occupancy": occupancy(self._step_time),
                 "rollout/live_versions": float(live),
                 "rollout/versions_together": float(self._together()),
                 "rollout/migrations": float(self._step_moved),
@@ -161,12 +159,6 @@ class Recorder:
         for tracker in self._trackers:
             tracker.close()
 
-    @property
-    def occupancy(self) -> float:
-        """Over the whole run, the start-up aside."""
-        total = sum(spent for key, spent in self.time.items() if key != f"idle: {Because.STARTING.value}")
-        return sum(self.time[label] for label in _WORK) / max(1, total)
-
     # -- inside -----------------------------------------------------------------------------------------------
 
     def _reprefilled_since(self) -> int:
@@ -178,9 +170,6 @@ class Recorder:
     def _together(self) -> int:
         """Most versions that computed in one step of an instance, so far."""
         return max((figures.get("together", 0) for figures in self.counted.values()), default=0)
-
-    def _share(self, labels: set[str]) -> int:
-        return sum(self._step_time[label] for label in labels)
 
     def _window(self, who: str, start: Nanoseconds, end: Nanoseconds, shares: list[Share]) -> None:
         rows = [[share.label, share.version, share.cause, share.spent] for share in shares]

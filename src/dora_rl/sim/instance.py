@@ -26,6 +26,7 @@ from dora_rl.sim.costs import Costs
 from dora_rl.sim.workload import Turn
 
 _STARTING = Cause(because=Because.STARTING)
+_SPARE = Cause(because=Because.SPARE)
 
 
 @dataclass(slots=True, eq=False)
@@ -293,4 +294,4 @@ class SimInstance:
             return Activity(Label.DECODE if self._stall_end is None else self._stall_label, slot.version)
         if slot.transfers:
             return Activity(Label.MIGRATE, slot.version)
-        return Activity(Label.IDLE, slot.version, slot.cause)
+        return Activity(Label.IDLE, slot.version, _SPARE if self._active else slot.cause)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from dora_rl.control.config import ControlConfig, Deadlines, ModeName, PlacementName
 from dora_rl.control.orchestrator import Orchestrator
-from dora_rl.core.accounting import Activity, Timeline
+from dora_rl.core.accounting import Activity, Timeline, named, occupancy
 from dora_rl.core.errors import ConfigError
 from dora_rl.core.events import Event
 from dora_rl.core.labels import Because, Label
@@ -197,7 +197,7 @@ class Meter(SimWorld):
             steps=len(records),
             step_seconds=seconds / len(records),
             tokens_per_second=tokens / seconds,
-            occupancy=_occupancy(slots),
+            occupancy=occupancy(_named(slots)),
             idle=_shares(slots, idle_only=True),
             trainer=_shares(trainer),
             labels=_shares(slots, by_label=True),
@@ -226,17 +226,11 @@ class Meter(SimWorld):
         )
 
 
-def _occupancy(slots: Counter[Activity]) -> float:
-    """Busy time over the time in which slots could have generated; spare slots of busy instances do not count."""
-    busy = available = 0
-    for activity, spent in slots.items():
-        spare = activity.cause is not None and activity.cause.because is Because.SPARE
-        if activity.label is Label.TRAIN or spare:
-            continue
-        available += spent
-        if activity.label in (Label.DECODE, Label.PREFILL):
-            busy += spent
-    return busy / available if available else 0.0
+def _named(totals: Counter[Activity]) -> Counter[str]:
+    result: Counter[str] = Counter()
+    for activity, spent in totals.items():
+        result[named(activity.label, "" if activity.cause is None else activity.cause.because)] += spent
+    return result
 
 
 def _shares(totals: Counter[Activity], *, idle_only: bool = False, by_label: bool = False) -> dict[str, float]:
