@@ -1,13 +1,14 @@
 """Who runs in the next step, and in which blocks.
 
     waiting --admit--> running --finish, abort, export--> gone
-                        |   ^
-                  pre-empt   return          (KV in host memory; dropped only when that is full)
-                        v   |
-                      swapped
+                      |   ^   |
+                pre-empt  |  park            (KV in host memory; dropped only when that is full)
+                      v return v
+                    swapped <- parked
 
 Invariants:
 - at most `max_requests` run, over all slots; the blocks in use never exceed the pool, the swapped KV never its cap;
+- a parked request rests: it keeps its blocks until others need them, and only then its KV goes to the host;
 - the oldest running request can always go on: it may take the blocks of every newer one, and no request is let in that
   does not fit alone;
 - swapped requests return before waiting ones are admitted;
@@ -47,13 +48,15 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.swapped: list[Sequence] = []
         self.parked: list[Sequence] = []
-        """They wait for their environments, their KV on the host."""
+        """They wait for their environments."""
         self.stats = Stats()
         self.host_used = 0
         self.pressed = False
         """A request was pre-empted since this was last cleared."""
         self.loads = [0] * len(batches)
         """How often each slot has been loaded."""
+        self._resting = np.zeros_like(self.pool.holders)
+        """How many hold each block that do not run."""
         self._batches = batches
         self._config = config
         self._flushed = flushed
@@ -71,8 +74,10 @@ class Scheduler:
             self._batches[sequence.slot].remove(sequence)
         elif sequence in self.swapped:
             self.swapped.remove(sequence)
+            self._stir(sequence)
         elif sequence in self.parked:
             self.parked.remove(sequence)
+            self._stir(sequence)
         else:
             self.waiting.remove(sequence)
             self.prompts.leave(self._key(sequence))
@@ -107,9 +112,8 @@ class Scheduler:
         """Out of the batch until it is woken."""
         if sequence.row >= 0:
             self.flush(sequence)
-            if not self._to_host(sequence):
-                self.drop(sequence)
-                sequence.forget_kv()
+            self._batches[sequence.slot].remove(sequence)
+            self._rest(sequence)
         elif sequence.host is not None:  # it has come from elsewhere
             if self.host_used + sequence.host.nbytes > self._config.host_bytes:
                 self.stats.recomputed += 1
@@ -121,7 +125,7 @@ class Scheduler:
     def wake(self, sequence: Sequence) -> None:
         """Go on with a parked one."""
         self.parked.remove(sequence)
-        if sequence.host is None:
+        if sequence.host is None and not sequence.blocks:
             self.enqueue(sequence)
         else:
             insort(self.swapped, sequence, key=lambda other: other.arrival)
@@ -132,8 +136,8 @@ class Scheduler:
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens' worth of blocks in use."""
-        return (self.pool.count - self.pool.free) * self.cache.shape.block_size
+        """Tokens' worth of blocks in use; what rests makes way for whoever comes."""
+        return int(np.count_nonzero(self.pool.holders > self._resting)) * self.cache.shape.block_size
 
     # One step's plan.
 
@@ -143,8 +147,8 @@ class Scheduler:
         before = self.running
         while self.swapped and self._returns(self.swapped[0]):
             sequence = self.swapped.pop(0)
-            assert sequence.host is not None
-            self.host_used -= sequence.host.nbytes
+            if sequence.host is not None:
+                self.host_used -= sequence.host.nbytes
             self._come_back(sequence)
         if not self.swapped:
             self._admit()
@@ -187,7 +191,7 @@ class Scheduler:
         end = np.minimum(batch.position[rows] + steps - 1, batch.last[rows] - 1)
         needed = end // self.cache.shape.block_size + 1 - batch.held[rows]
         needy = rows[needed > 0]
-        if self.pool.free < needed[needy].sum() + self.running:
+        if not self._has(int(needed[needy].sum()) + self.running):
             return 1
         for row in needy:
             sequence = batch.sequences[row]
@@ -276,27 +280,61 @@ class Scheduler:
     def _spare(self, blocks: int) -> bool:
         """So many blocks are free, and one more for each running request to grow into."""
         running = self.running
-        return self.pool.free >= blocks + running if running else self._pool_has(blocks)
+        return self._has(blocks + running) if running else self._pool_has(blocks)
 
     def _pool_has(self, blocks: int) -> bool:
-        while self.pool.free < blocks and self.prompts.let_go():
+        while not self._has(blocks) and self.prompts.let_go():
             pass
         return self.pool.free >= min(blocks, self.pool.count)
 
+    def _has(self, blocks: int) -> bool:
+        """So many blocks are free, after what rests has made way if need be: the longest parked first."""
+        while self.pool.free < blocks:
+            resting = next((one for one in (*self.parked, *reversed(self.swapped)) if one.blocks), None)
+            if resting is None:
+                return False
+            self._make_way(resting)
+        return True
+
     def _returns(self, sequence: Sequence) -> bool:
-        has_row = self.running < self._config.max_requests
-        return has_row and self._spare(self.cache.shape.blocks(sequence.computed) + 1)
+        if self.running >= self._config.max_requests:
+            return False
+        missing = 0 if sequence.blocks else self.cache.shape.blocks(sequence.computed)
+        # Looking for room may have cost the request its own blocks, and with a full host its KV.
+        return self._spare(missing + 1) and (bool(sequence.blocks) or missing > 0)
 
     def _come_back(self, sequence: Sequence) -> None:
-        assert sequence.host is not None
-        sequence.blocks = [self.pool.take() for _ in range(len(sequence.host))]
-        self.cache.scatter(sequence.host, sequence.blocks)
-        sequence.host = sequence.keep_alive = None
+        self._stir(sequence)
+        if sequence.host is not None:
+            sequence.blocks = [self.pool.take() for _ in range(len(sequence.host))]
+            self.cache.scatter(sequence.host, sequence.blocks)
+            sequence.host = sequence.keep_alive = None
         self._batches[sequence.slot].add(sequence)
+
+    def _rest(self, sequence: Sequence) -> None:
+        """It does not run, and keeps the blocks that have something of it."""
+        kept = self.cache.shape.blocks(sequence.computed)
+        self.pool.release(sequence.blocks[kept:])
+        del sequence.blocks[kept:]
+        self._resting[sequence.blocks] += 1
+
+    def _stir(self, sequence: Sequence) -> None:
+        """Whatever blocks it rests on are no longer for others to take."""
+        self._resting[sequence.blocks] -= 1
+
+    def _make_way(self, resting: Sequence) -> None:
+        """Its KV goes to the host; if that is full, it is computed again when the request goes on."""
+        self._stir(resting)
+        if not self._to_host(resting):
+            self._release(resting)
+            resting.forget_kv()
+            if resting in self.swapped:
+                self.swapped.remove(resting)
+                self.enqueue(resting)
 
     def _room(self, blocks: int, wanting: Sequence) -> bool:
         """Make so many blocks free by pre-empting newer requests; False if the wanting one itself had to go."""
-        while self.pool.free < blocks:
+        while not self._has(blocks):
             others = (one for batch in self._batches for one in batch.sequences if one is not wanting)
             newest = max(others, key=lambda one: one.arrival, default=None)
             if newest is not None and newest.arrival > wanting.arrival:
@@ -321,7 +359,7 @@ class Scheduler:
             self.requeue(sequence)
 
     def _to_host(self, sequence: Sequence) -> bool:
-        """A running sequence's KV to the host, out of the batch; False if there is none or the host is full."""
+        """A sequence's KV to the host, out of the batch if it runs; False if there is none or the host is full."""
         blocks = self.cache.shape.blocks(sequence.computed)
         size = blocks * self.cache.shape.block_bytes
         if not blocks or self.host_used + size > self._config.host_bytes:
@@ -329,7 +367,8 @@ class Scheduler:
             return False
         host = self.cache.host(blocks)
         self.cache.gather(sequence.blocks[:blocks], sequence.computed, host)
-        self._batches[sequence.slot].remove(sequence)
+        if sequence.row >= 0:
+            self._batches[sequence.slot].remove(sequence)
         self._release(sequence)
         sequence.host = host
         self.host_used += size
@@ -360,7 +399,12 @@ class Scheduler:
                 np.add.at(holders, sequence.blocks, 1)
         for blocks in self.prompts.held():
             np.add.at(holders, blocks, 1)
-        assert (holders == self.pool.holders).all(), "a block has a holder that nobody knows"
         away = (*self.swapped, *self.parked)
+        resting = np.zeros_like(holders)
+        for sequence in away:
+            assert not (sequence.blocks and sequence.host is not None), "a request has its KV twice"
+            np.add.at(resting, sequence.blocks, 1)
+        assert (resting == self._resting).all(), "a block rests, or does not, and nobody knows"
+        assert (holders + resting == self.pool.holders).all(), "a block has a holder that nobody knows"
         kept = sum(sequence.host.nbytes for sequence in away if sequence.host is not None)
         assert kept == self.host_used, f"{self.host_used} bytes of host memory counted, {kept} used"

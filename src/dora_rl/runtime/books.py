@@ -57,13 +57,22 @@ class TrajectoryBook:
         if not self.versions or self.versions[-1] != said.version:
             self.versions.append(said.version)
 
-    def spans(self) -> list[tuple[bool, array[int]]]:
-        """What was said in turn, and whether the environment said it."""
-        spans, start = [], 0
-        for observed, count in self.parts:
-            spans.append((observed, self.response[start : start + count]))
+    def spans(self, *, observed: bool, first: int = 0) -> list[array[int]]:
+        """What the environment, or the policy, said in turn, from its turn of that number on."""
+        spans, start, turn = [], 0, 0
+        for by_environment, count in self.parts:
+            if by_environment == observed:
+                if turn >= first:
+                    spans.append(self.response[start : start + count])
+                turn += 1
             start += count
         return spans
+
+    def last_said(self, *, observed: bool) -> array[int]:
+        """What was said last, if the environment, or the policy, said it; nothing otherwise."""
+        if not self.parts or self.parts[-1][0] != observed:
+            return array("i")
+        return self.response[len(self.response) - self.parts[-1][1] :]
 
     def observed(self) -> bytes:
         """One byte a token, true where the environment said it; empty if it said nothing."""

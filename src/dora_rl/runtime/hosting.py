@@ -122,6 +122,7 @@ class LocalHost:
         self._folder = folder
         self._nursery = nursery
         self._link = link
+        self._cores = os.cpu_count() or 1
 
     def begin_with(self, wake: Callable[[], None]) -> None:
         """A process that is forked is connected."""
@@ -132,7 +133,7 @@ class LocalHost:
             return Child(self._nursery.fork(theirs, log), ours)
 
     def cores(self, machine: str) -> int:  # noqa: ARG002
-        return os.cpu_count() or 1
+        return self._cores
 
     def room(self) -> int | None:
         return None

@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -54,6 +55,10 @@ class Judges:
         self._guests: Counter[str] = Counter()
         """Sessions of each."""
         self._item = 0
+        self._again: Counter[str] = Counter()
+        """Questions that each is asked a second time."""
+        self._first_due = math.inf
+        """No deadline is before this."""
 
     def ask(self, question: Question, answer: Answer, timeout: float, session: int | None = None) -> None:
         """Ask; `answer` is called with the reply."""
@@ -80,6 +85,7 @@ class Judges:
     def replied(self, process: Process, message: Reply) -> None:
         question = self._asked[process.place].pop(message.item, None)
         if question is not None:
+            self._again[process.place] -= question.tries > 1
             process.failures = 0
             self._answer(question, message)
         self._hand_out()
@@ -95,6 +101,7 @@ class Judges:
                 self._waiting.appendleft(question)
         blamed = [question for question in asked.values() if question.tries >= _TRIES]
         asked.clear()
+        self._again[process.place] = 0
         for question in blamed:
             self._fail(question, "the process that judged it died")
         self._hand_out()
@@ -102,7 +109,9 @@ class Judges:
     def overdue(self) -> list[Process]:
         """Judges that hang over a question, which has failed then."""
         now = time.monotonic()
-        hung = []
+        hung: list[Process] = []
+        if now < self._first_due:
+            return hung
         for place, asked in self._asked.items():
             late = [question for question in asked.values() if question.due <= now]
             if not late:
@@ -115,11 +124,15 @@ class Judges:
                 self._fail(question, f"the {what} took longer than {question.timeout:g} s")
             for question in asked.values():  # it is no fault of theirs that the judge is killed
                 question.tries -= 1
+            self._again[place] = sum(question.tries > 1 for question in asked.values())
+        self._first_due = min(
+            (question.due for asked in self._asked.values() for question in asked.values()), default=math.inf
+        )
         return hung
 
     def next_due(self) -> float | None:
-        """When the first deadline is, on the monotonic clock."""
-        return min((question.due for asked in self._asked.values() for question in asked.values()), default=None)
+        """When `overdue` is to be asked again, on the monotonic clock."""
+        return None if self._first_due == math.inf else self._first_due
 
     def _hand_out(self) -> None:
         room = {place for place in self._ready if self._has_room(place)}
@@ -136,8 +149,7 @@ class Judges:
         self._waiting.extendleft(reversed(later))
 
     def _has_room(self, place: str) -> bool:
-        asked = self._asked[place]
-        return len(asked) < self._at_once and not any(question.tries > 1 for question in asked.values())
+        return len(self._asked[place]) < self._at_once and not self._again[place]
 
     def _place(self, question: _Question, room: set[str]) -> str | None:
         """Who is asked: the home of its session, or else whoever has least to do; nobody, if they have no room."""
@@ -152,7 +164,9 @@ class Judges:
             self._homes[question.session] = place
             self._guests[place] += 1
         question.tries += 1
+        self._again[place] += question.tries > 1
         question.due = time.monotonic() + question.timeout
+        self._first_due = min(self._first_due, question.due)
         self._asked[place][question.item] = question
         self._workers[place].send(question.message)
 

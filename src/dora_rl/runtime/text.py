@@ -22,6 +22,7 @@ class Text:
         if tokenizer is None:
             raise ConfigError(f"'model.path': '{config.model.path}' has no tokenizer beside its weights")
         self._tokenizer = tokenizer
+        self._bare = bare(tokenizer)
         self._config = config
         self._encoded: dict[str, tuple[int, ...]] = {}
         self._chat = False
@@ -41,7 +42,8 @@ class Text:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of a response."""
-        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+        decoder = self._tokenizer if self._bare is None else self._bare
+        text: str = decoder.decode(list(tokens), skip_special_tokens=True)
         return text
 
     def observation(self, said: str) -> tuple[int, ...]:
@@ -55,6 +57,8 @@ class Text:
             ends = [self._tokenizer.decode([end]) for end in self.stop_ids]
             # The token that ended the policy's message has been sampled already.
             text = next((text.removeprefix(end) for end in ends if text.startswith(end)), text)
+        if self._bare is not None:
+            return tuple(self._bare.encode(text, add_special_tokens=False).ids)
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def stopped(self, tokens: Sequence[int]) -> bool:
@@ -83,3 +87,19 @@ class Text:
         for one in ids - {None}:
             ends.update(one if isinstance(one, list) else [one])
         return tuple(sorted(ends))
+
+
+def bare(tokenizer: Any) -> Any:
+    """The tokenizer below its wrapper of `transformers`, which takes several times as long; None if that adds anything.
+
+    With agents the supervisor encodes and decodes something at every turn.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    if not isinstance(tokenizer, PreTrainedTokenizerFast) or tokenizer.clean_up_tokenization_spaces:
+        return None
+    below = tokenizer.backend_tokenizer
+    kinds = type(tokenizer).__mro__
+    theirs = [vars(kind) for kind in kinds[: kinds.index(PreTrainedTokenizerFast)]]
+    changed = any(name in one for one in theirs for name in ("__call__", "_encode_plus", "decode", "_decode"))
+    return None if changed or below.truncation is not None or below.padding is not None else below

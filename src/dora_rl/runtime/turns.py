@@ -85,9 +85,10 @@ class Turns:
         self._place[trajectory] = slot
         self._unheard.discard(trajectory)
         self._told.discard(trajectory)
+        book = self._books.trajectory(trajectory)
         if trajectory in self._waiting:
             self._waiting[trajectory] = False
-        elif not self._books.trajectory(trajectory).response or self._text.stopped(self._spoken(trajectory)):
+        elif not book.response or self._text.stopped(book.last_said(observed=False)):
             self._ask(trajectory, parked=False)
         else:
             self._submit(trajectory, slot)
@@ -161,28 +162,22 @@ class Turns:
 
     def _play(self, trajectory: TrajectoryId, *, finish: bool) -> m.Play:
         book = self._books.trajectory(trajectory)
-        said = [tokens for observed, tokens in book.spans() if not observed]
+        settled = self._texts.setdefault(trajectory, [])
+        said = book.spans(observed=False, first=len(settled))
         if finish and book.ended != "environment":
             said = said[:-1]  # cut off: its environment was never told
-        return m.Play(
+        texts = [self._text.decode(tokens) for tokens in said]
+        # All turns but the last are settled: they need not be decoded again at each turn.
+        play = m.Play(
             item=0,
             session=trajectory,
             problem=self._books.group_of(trajectory).problem,
-            texts=self._decoded(trajectory, said),
+            texts=(*settled, *texts),
             tokens=tuple(said[-1]) if said else (),
             finish=finish,
         )
-
-    def _decoded(self, trajectory: TrajectoryId, said: list[array[int]]) -> tuple[str, ...]:
-        """The texts of turns. All but the last are settled: they need not be decoded again at each turn."""
-        settled = self._texts.setdefault(trajectory, [])
-        settled += [self._text.decode(tokens) for tokens in said[len(settled) : -1]]
-        return (*settled[: len(said) - 1], self._text.decode(said[-1])) if said else ()
-
-    def _spoken(self, trajectory: TrajectoryId) -> array[int]:
-        """What the policy said last."""
-        spans = self._books.trajectory(trajectory).spans()
-        return spans[-1][1] if spans and not spans[-1][0] else array("i")
+        settled += texts[:-1]
+        return play
 
     def _answered(self, trajectory: TrajectoryId, reply: m.Judged | m.Played) -> None:
         book = self._books.find(trajectory)
@@ -234,9 +229,10 @@ class Turns:
 
     def _as_before(self, trajectory: TrajectoryId, replayed: tuple[str, ...]) -> bool:
         """What was played again is what was said the first time; what left no room for more was not written down."""
-        said = [tuple(tokens) for observed, tokens in self._books.trajectory(trajectory).spans() if observed]
-        again = [self._text.observation(one) for one in replayed]
-        return not again or again[: len(said)] == said
+        if not replayed:
+            return True
+        said = [tuple(tokens) for tokens in self._books.trajectory(trajectory).spans(observed=True)]
+        return [self._text.observation(one) for one in replayed][: len(said)] == said
 
     def _observe(self, trajectory: TrajectoryId, said: tuple[int, ...]) -> None:
         book = self._books.trajectory(trajectory)
@@ -257,8 +253,8 @@ class Turns:
         if book.ended is not None:
             process.send(m.End(trajectory=trajectory, attempt=book.attempt))
         else:
-            observed, tokens = book.spans()[-1]
-            assert observed
+            tokens = book.last_said(observed=True)
+            assert tokens
             process.send(m.Extend(trajectory=trajectory, attempt=book.attempt, tokens=tokens.tobytes()))
 
 
