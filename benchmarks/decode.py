@@ -16,14 +16,25 @@ from dora_rl.runtime.config import RunConfig
 
 CALLS = 10
 """Of the engine in one measurement."""
-FULL = 64
-"""Requests of a batch that uses a core well."""
+BATCHES = (8, 24, 64)
+"""Of which one uses a core best: small ones keep their KV in its caches, large ones use its weights more often."""
 
 
 def peak_rate(config: RunConfig, context: float) -> float:
-    """Tokens/s of an engine with one thread and a full batch, whose requests have this context on average."""
-    points = decode_points(config, 1, (FULL,), (max(1, round(context)),))
-    return max(FULL / seconds for _, seconds in points.values())
+    """Best tokens/s of an engine with one thread, over sizes of its batch, at this context of its requests on average.
+
+    Contexts grow while they are measured, so each size is measured at two, and the context asked for lies on the line
+    through them.
+    """
+    contexts = (max(1, round(context / 2)), max(2, round(context)))
+    points = decode_points(config, 1, BATCHES, contexts)
+    spare = config.rollout.engine.block_size / 2  # of a request's last block, on average
+    best = 0.0
+    for batch in BATCHES:
+        (tokens, seconds), (more, longer) = (points[batch, one] for one in contexts)
+        wanted = batch * (context + spare)
+        best = max(best, batch / (seconds + (longer - seconds) * (wanted - tokens) / (more - tokens)))
+    return best
 
 
 def make_engine(config: RunConfig, threads: int = 1) -> Engine:
@@ -48,7 +59,7 @@ def clock_of(threads: int) -> Callable[[], float]:
 def decode_points(
     config: RunConfig, threads: int, batches: Sequence[int], contexts: Sequence[int]
 ) -> dict[tuple[int, int], tuple[int, float]]:
-    """By batch and context: tokens of context in all, and median seconds of a step."""
+    """By batch and context: tokens of context in all, halfway, and median seconds of a step."""
     engine, clock = make_engine(config, threads), clock_of(threads)
     points: dict[tuple[int, int], tuple[int, float]] = {}
     number = 0
@@ -60,12 +71,12 @@ def decode_points(
                 number += 1
             while not all_decode(engine, batch):
                 pass
-            took = []
+            took, before = [], engine.progress().kv_tokens
             for _ in range(CALLS):  # a call may be several decode steps
                 decoded, begin = engine.stats.decoded, clock()
                 engine.step()
                 took.append((clock() - begin) * batch / (engine.stats.decoded - decoded))
-            points[batch, context] = engine.progress().kv_tokens, statistics.median(took)
+            points[batch, context] = (before + engine.progress().kv_tokens) // 2, statistics.median(took)
             for trajectory in range(number - batch, number):
                 engine.abort(trajectory, 0)
             engine.step()

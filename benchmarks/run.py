@@ -2,8 +2,12 @@
 
 The lower bound of a step on cores that rollout and training share: what the trainer computes when it is alone, and the
 tokens of a step at the engine's best rate on all cores, one after the other since they share the cores; or the longest
-trajectory's time over K + 1, if that is longer. The best rate is that of a full batch at the context that the job's
-tokens have on average.
+trajectory's time over K + 1, if that is longer. The best rate is that of the best size of a batch at the context that
+the job's tokens have on average.
+
+Where a second thread brings the trainer little, it costs less of the cores beside rollout than alone. So a second
+figure is kept beside the first, without a target: the least core-seconds that training and decoding took or can take,
+each by itself, over the cores.
 """
 
 from __future__ import annotations
@@ -67,8 +71,11 @@ def main() -> None:
             f"{job}: engine's best rate on one core at {context:.0f} tokens of context: {peak:,.0f} tokens/s"
         )
         targets += _targets(job, repeats, peak)
+        figures.setdefault("bounds", {})[job] = _bounds(repeats, peak)
         figures[job] = [{mode: asdict(one) for mode, one in found.items()} for found in repeats]
         _show(job, repeats, peak)
+        for name, value in figures["bounds"][job].items():
+            _console.print(f"{job}: {name}: {value:.3f}")
     publish("run", targets, figures)
 
 
@@ -93,6 +100,28 @@ def bound(sync: Figures, peak: float, staleness: int = STALENESS) -> float:
     """Seconds that a step must take, from what a synchronous run showed of its parts."""
     rollout = sync.tokens / sync.steps / (peak * (os.cpu_count() or 1))
     return max(sync.trainer_busy + rollout, sync.longest / (staleness + 1))
+
+
+def least_core_seconds(found: dict[str, Figures], peak: float) -> float:
+    """Seconds of a step if all cores did nothing but what has to be computed, at the least that it was seen to cost."""
+    sync, cores = found["sync"], os.cpu_count() or 1
+    beside = min(one.trainer_busy for mode, one in found.items() if mode != "sync")
+    trainer = min(sync.trainer_busy * cores, beside * max(1, cores - 1))  # beside rollout it leaves a core to that
+    return (trainer + sync.tokens / sync.steps / peak) / cores
+
+
+def _bounds(repeats: list[dict[str, Figures]], peak: float) -> dict[str, float]:
+    least = [least_core_seconds(one, peak) for one in repeats]
+    return {
+        "seconds, one part after the other": statistics.median(bound(one["sync"], peak) for one in repeats),
+        "seconds, by core-seconds": statistics.median(least),
+        "dora's step over core-seconds": statistics.median(
+            one["dora"].step_seconds / seconds for one, seconds in zip(repeats, least, strict=True)
+        ),
+        "sync's step over the bound": statistics.median(
+            one["sync"].step_seconds / bound(one["sync"], peak) for one in repeats
+        ),
+    }
 
 
 def _show(job: str, repeats: list[dict[str, Figures]], peak: float) -> None:

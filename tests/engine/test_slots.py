@@ -243,6 +243,22 @@ def test_a_slot_that_idles_is_spare_while_its_instance_computes_for_another() ->
     assert before <= idle.idle_by_cause().get("tool", 0) <= idle.lifetime - idle.idle_by_cause()["spare slot"]
 
 
+def test_a_slot_with_few_requests_takes_many_steps_while_another_reads_a_prompt() -> None:
+    """Slots share time, not steps: what is left of an old version is not held up by what is new."""
+    engine = tiny.engine(
+        tiny.model("llama"), weights=two_versions(), versions=(0, 1), stretch=16, prefill_chunk=4, max_context=128
+    )
+    engine.submit(Request(trajectory=0, version=1, prompt=(5, 6, 7), sampling=Sampling(max_tokens=60)))
+    engine.step()
+    engine.submit(Request(trajectory=1, version=0, prompt=tuple(range(3, 43)), sampling=Sampling(max_tokens=5)))
+    engine.slots[1].pace = 1
+    before = engine.stats.decoded
+    engine.step()
+    assert engine.slots[0].batch.decoding == 0
+    assert engine.stats.decoded - before == 16
+    engine.check()
+
+
 def test_a_version_that_is_replaced_is_let_go_at_once() -> None:
     """Not at the next collection of garbage: that looks at how many objects there are, not at how large they are."""
     engine = tiny.engine(tiny.model("llama"), weights=two_versions())

@@ -1,7 +1,7 @@
 """Names the cause of every idle second, when it begins and whenever the cause changes.
 
 While an instance computes for one of its slots, its others are spare, whatever is told of them here: only the world
-knows when that is.
+knows when that is to the moment.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class Explainer:
             self._context.say(SlotIdles(slot=slot.id, cause=cause))
 
     def _cause(self, slot: Slot) -> Cause:
-        if slot.requests:
-            return Cause(because=Because.TOOL)
-        if slot.leaving or slot.incoming:
+        if not slot.requests and (slot.leaving or slot.incoming):
             return Cause(because=Because.RESERVED, version=slot.version)
+        if slot.instance.active:
+            return Cause(because=Because.SPARE)
         if any(other.requests for other in slot.instance.slots):
             return Cause(because=Because.TOOL)
         return self._closed or Cause(because=Because.STARTING)

@@ -4,7 +4,9 @@ Invariants:
 - a pass of a slot is a forward pass and a draw: decoding rows first, then chunks of prompts. Where a slot has nothing
   but plain decoding rows, several steps are done in one call of the kernels;
 - slots that do nothing else decode side by side, each with its share of the threads and for about the same time: what
-  threads lose by waiting for each other grows with their number. Otherwise one comes after the other, with all of them.
+  threads lose by waiting for each other grows with their number. Otherwise one comes after the other, with all of them;
+- slots share time, not steps: one with few requests, as old versions have, takes many steps while one with many takes
+  a few, so that those for which the trainer may wait are through soon.
 """
 
 from __future__ import annotations
@@ -61,11 +63,11 @@ class Computing:
 
     def passes(self, slots: list[Slot], chunks: list[list[Chunk]], threads: int) -> Iterator[tuple[Slot, Pass]]:
         """Compute slots that have something to do."""
-        decoding = not any(chunks)
-        if decoding and 1 < len(slots) <= threads and all(_plain(slot) for slot in slots):
+        if not any(chunks) and 1 < len(slots) <= threads and all(_plain(slot) for slot in slots):
             yield from self._side_by_side(slots, threads // len(slots))
             return
         for slot in slots:
+            decoding = not chunks[slot.index]
             steps = self._steps(slot, _PATIENCE // len(slots)) if decoding and _plain(slot) else 1
             begin = time.perf_counter_ns()
             if steps > 1:
