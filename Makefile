@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .PHONY: help setup format test test-ray test-vllm lint types check soak chaos fuzz soak-run quickstart smollm2 warm-start clean \
-	bench bench-quick bench-control bench-engine bench-trainer bench-run bench-learning bench-cluster chaos-ray paper-table
+	bench bench-quick bench-control bench-engine bench-trainer bench-run bench-sizes bench-learning bench-cluster chaos-ray paper-table
 .DEFAULT_GOAL := help
 
 help:            ## list the targets
@@ -109,6 +109,9 @@ bench-trainer: setup  ## the update of a step against TRL's on one batch, and th
 
 bench-run: setup      ## whole runs in all modes on two jobs: speed, occupancy, distance to the lower bound (about 20 minutes)
 	$(BIN)/python -m benchmarks.run --repeats $(or $(REPEATS),3)
+
+bench-sizes: setup    ## sync and dora on agents over the size of a step: what the gain hangs on (about 5 minutes)
+	$(BIN)/python -m benchmarks.sizes
 
 bench-learning: setup ## held-out accuracy against steps and seconds in all modes, five seeds (about 40 minutes)
 	$(BIN)/python -m benchmarks.learning --seeds $(or $(SEEDS),5)
