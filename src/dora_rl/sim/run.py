@@ -240,7 +240,7 @@ def _shares(totals: Counter[Activity], *, idle_only: bool = False, by_label: boo
         if activity.label is Label.IDLE and not by_label:
             assert activity.cause is not None
             cause = activity.cause.because.value
-            result[cause if idle_only else f"idle: {cause}"] += spent
+            result[cause if idle_only else named(activity.label, cause)] += spent
         elif not idle_only:
             result[activity.label.value] += spent
     return {name: spent / whole for name, spent in result.most_common()}
