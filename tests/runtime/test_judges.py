@@ -115,3 +115,16 @@ def test_those_beside_one_that_hangs_are_not_blamed_however_often(monkeypatch: p
     pool.reply(worker)
     assert pool.answers[0].failed is None
     assert all("longer than" in (pool.answers[hanging].failed or "") for hanging in range(1, 6))
+
+
+def test_nobody_new_is_asked_beside_a_question_that_is_asked_again() -> None:
+    pool = Pool(1, at_once=4)
+    (worker,) = pool.workers
+    pool.ask(0)
+    pool.die(worker)
+    pool.ask(1)
+    assert pool.sessions(worker) == [0]
+    pool.reply(worker)
+    assert pool.sessions(worker) == [1]
+    pool.ask(2)  # once it is answered, several are asked at once again
+    assert pool.sessions(worker) == [1, 2]
