@@ -1,4 +1,4 @@
-"""The README's commands, on the real thing: several versions live at once, moves with their KV, promises kept."""
+"""The README's commands, on the real thing: promises kept, nothing prefilled again, a page to look at."""
 
 from __future__ import annotations
 
@@ -45,27 +45,10 @@ def events(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
 
 
-def most_live(log: list[dict[str, Any]], group_size: int) -> int:
-    """How many versions had running requests at once."""
-    running: Counter[int] = Counter()
-    version_of: dict[int, int] = {}
-    most = 0
-    for line in log:
-        if line["event"]["event"] == "Generated":
-            running[version_of[line["event"]["trajectory"] // group_size]] -= 1
-        for one in line["commands"]:
-            if one["command"] == "StartGroup":
-                version_of[one["group"]] = one["version"]
-                running[one["version"]] += group_size
-        most = max(most, sum(1 for count in running.values() if count > 0))
-    return most
-
-
-def test_several_versions_are_live_and_requests_move_with_their_kv(run: Path) -> None:
-    log = events(run)
-    assert most_live(log, 4) >= 3
-    assert any(line["event"]["event"] == "Moved" for line in log)
+def test_nothing_is_prefilled_again(run: Path) -> None:
+    """That versions make room for each other by moves is forced in `runtime/test_live.py`; here the clock decides."""
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert len(steps) >= 14
     assert sum(line.get("rollout/reprefilled_tokens", 0) for line in steps) == 0
 
 
