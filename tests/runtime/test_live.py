@@ -58,10 +58,13 @@ def live(folder: RunFolder) -> int:
     return most
 
 
-def test_three_versions_are_live_and_make_room_for_each_other_by_moves_with_their_kv(host: Host, base: Path) -> None:
+def test_three_versions_are_live_and_make_room_for_each_other_by_moves_with_their_kv(
+    host: Host, base: Path, tmp_path: Path
+) -> None:
     (base / "waits.py").write_text(ENVIRONMENT)
-    log = base / "runs" / "live" / "events.jsonl"
+    log = tmp_path / "live" / "events.jsonl"
     changes = {
+        "out": str(tmp_path),
         "environment": {"kind": "waits.py:Waits", "max_turns": 1, "at_once": 16, "params": {"log": str(log)}},
         "reward": {"functions": []},
         "rollout": {"instances": 3, "engine": {"max_requests": 16}},
