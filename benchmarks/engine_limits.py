@@ -116,7 +116,7 @@ def _ours(matrices: list[torch.Tensor], rows: int, threads: int) -> None:
     x, out = torch.ones(rows, deepest), torch.empty(rows, widest)
     scratch = torch.empty(kernels.multiply_floats(deepest, threads))
     for w in matrices:
-        pointers = (x.data_ptr(), w.data_ptr(), w.shape[1], w.shape[0], out.data_ptr(), scratch.data_ptr())
+        pointers = (x.data_ptr(), w.data_ptr(), 0, w.shape[1], w.shape[0], out.data_ptr(), scratch.data_ptr())
         kernels.multiply(rows, *pointers, threads)
 
 

@@ -12,15 +12,18 @@ import pytest
 import torch
 
 from dora_rl.engine.native.build import library
+from dora_rl.engine.native.runner import in_panels
 
 
-def multiply(x: torch.Tensor, w: torch.Tensor, threads: int = 1) -> torch.Tensor:
+def multiply(x: torch.Tensor, w: torch.Tensor, threads: int = 1, *, turned: bool = False) -> torch.Tensor:
     kernels = library()
     assert kernels is not None
     (rows, depth), columns = x.shape, len(w)
     out = torch.full((rows, columns), torch.nan)
     scratch = torch.empty(kernels.multiply_floats(depth, threads))
-    pointers = (x.data_ptr(), w.data_ptr(), depth, columns, out.data_ptr(), scratch.data_ptr())
+    if turned:
+        w = in_panels(w, kernels)
+    pointers = (x.data_ptr(), w.data_ptr(), int(turned), depth, columns, out.data_ptr(), scratch.data_ptr())
     kernels.multiply(rows, *pointers, threads)
     return out
 
@@ -33,6 +36,7 @@ def test_a_row_has_the_same_bits_in_any_company(depth: int, columns: int) -> Non
     torch.testing.assert_close(alone.double(), x.double() @ w.double().T, atol=1e-4, rtol=1e-4)
     for rows in range(1, len(x) + 1):
         assert torch.equal(multiply(x[:rows], w, threads=1 + rows % 2), alone[:rows])
+        assert torch.equal(multiply(x[:rows], w, threads=1 + rows % 2, turned=True), alone[:rows])
 
 
 def test_weights_need_not_be_aligned() -> None:

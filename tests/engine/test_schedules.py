@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from dora_rl.engine.native.runner import NativeRunner
 from dora_rl.engine.requests import Request, Sampling
 from tests.engine import tiny
 from tests.engine.tiny import Family, Listener, Said
@@ -126,4 +127,50 @@ def test_a_stretch_is_several_steps() -> None:
         before.append(engine.stats.decoded)
         engine.check()
         engine.slots[0].pace = 1
-    assert before == [1, 17, 20]
+    assert before == [16, 20], "the rest of the first stretch follows the prompt at once"
+
+
+def some_siblings() -> list[Request]:
+    """Groups that share prompts, which end inside a block or with one; many say a stop id soon, some at once."""
+    return [
+        Request(
+            trajectory=4 * group + sibling,
+            version=0,
+            prompt=prompt,
+            sampling=Sampling(max_tokens=1 + 7 * sibling * group % 30, seed=9, stop_ids=(3, 7, 8, 12)),
+        )
+        for group, prompt in enumerate([*tiny.prompts(5, seed=4, longest=30), tuple(range(2, 18))])
+        for sibling in range(4)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_steps_that_follow_a_prompt_and_groups_of_rows_change_nothing(seed: int) -> None:
+    expected: dict[int, Said] = {}
+    for request in some_siblings():
+        expected |= tiny.run(tiny.engine(tiny.model("llama"), max_requests=1, stretch=1), [request]).said
+    random = Random(seed)
+    made = tiny.model("llama")
+    engine = tiny.engine(
+        made,
+        max_requests=random.randint(2, 24),
+        prefill_chunk=random.randint(4, 60),
+        stretch=random.randint(2, 16),
+        kv_bytes=tiny.kv_bytes(made, random.choice([8, 20, 80])),
+        threads=random.randint(1, 2),
+    )
+    runner = engine.slots[0].runner
+    assert isinstance(runner, NativeRunner)
+    runner._near = random.choice([1, 3000, 1 << 20])
+    coming = some_siblings()
+    if seed % 2:
+        random.shuffle(coming)
+    listener = Listener()
+    while coming or engine.busy:
+        for _ in range(random.randint(0, 4)):
+            if coming:
+                engine.submit(coming.pop())
+        engine.slots[0].pace = random.choice([1, 1, 1 << 40])
+        listener.hear(engine.step())
+        engine.check()
+    assert listener.said == expected

@@ -42,10 +42,10 @@ def decoding_threads(engine: Any) -> set[int]:
     for slot in engine.slots:
         decode = slot.runner.decode
 
-        def noted(*given: Any, decode: Any = decode) -> int:
+        def noted(*given: Any, decode: Any = decode, **named: Any) -> int:
             seen.add(threading.get_ident())
-            sampled: int = decode(*given)
-            return sampled
+            count: int = decode(*given, **named)
+            return count
 
         slot.runner.decode = noted
     return seen

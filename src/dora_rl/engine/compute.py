@@ -2,7 +2,8 @@
 
 Invariants:
 - a pass of a slot is a forward pass and a draw: decoding rows first, then chunks of prompts. Where a slot has nothing
-  but plain decoding rows, several steps are done in one call of the kernels;
+  but plain decoding rows, or nothing else once its chunks are through, several steps are done in one call of the
+  kernels: nobody waits for them longer than `_PATIENCE`;
 - slots that do nothing else decode side by side, each with its share of the threads and for about the same time: what
   threads lose by waiting for each other grows with their number. Otherwise one comes after the other, with all of them;
 - slots share time, not steps: one with few requests, as old versions have, takes many steps while one with many takes
@@ -67,15 +68,18 @@ class Computing:
             yield from self._side_by_side(slots, threads // len(slots))
             return
         for slot in slots:
-            decoding = not chunks[slot.index]
-            steps = self._steps(slot, _PATIENCE // len(slots)) if decoding and _plain(slot) else 1
+            patience = _PATIENCE // len(slots)
+            if chunks[slot.index]:
+                done = compute(slot, chunks[slot.index], self._scheduler, threads, self._config.kernels != "torch")
+                yield slot, self._gone_on(slot, done, patience, threads)
+                continue
+            steps = self._steps(slot, patience) if _plain(slot) else 1
             begin = time.perf_counter_ns()
             if steps > 1:
                 done = self._decoded(slot, _decode(slot, steps, threads))
             else:
-                done = compute(slot, chunks[slot.index], self._scheduler, threads, self._config.kernels != "torch")
-            if decoding:
-                slot.pace = (time.perf_counter_ns() - begin) // steps
+                done = compute(slot, [], self._scheduler, threads, self._config.kernels != "torch")
+            slot.pace = (time.perf_counter_ns() - begin) // steps
             yield slot, done
 
     def _side_by_side(self, slots: list[Slot], threads: int) -> Iterator[tuple[Slot, Pass]]:
@@ -87,10 +91,24 @@ class Computing:
         for slot, count in zip(slots, sampled, strict=True):
             yield slot, self._decoded(slot, count)
 
+    def _gone_on(self, slot: Slot, done: Pass, patience: Nanoseconds, threads: int) -> Pass:
+        """After a pass with chunks: some more steps, if nobody waits for a next chunk. Who has ended takes no part."""
+        batch = slot.batch
+        steps = min(self._config.stretch - 1, patience // max(slot.pace, 1))
+        if steps < 1 or not 0 < batch.decoding == len(batch) or not _plain(slot):
+            return done
+        if not self._scheduler.look_ahead(batch, steps, sampled=True):
+            return done
+        begin = time.perf_counter_ns()
+        sampled = _decode(slot, steps, threads, sampled=True)
+        slot.pace = (time.perf_counter_ns() - begin) // steps
+        more = self._decoded(slot, sampled)
+        return more._replace(work=done.work._replace(decoded=done.work.decoded + sampled))
+
     def _steps(self, slot: Slot, patience: Nanoseconds) -> int:
         """How many decode steps to do in one go: as many as nobody who comes meanwhile would mind waiting for."""
-        wanted = max(1, min(self._config.stretch, patience // max(slot.pace, 1)))
-        return self._scheduler.look_ahead(slot.batch, wanted)
+        wanted = min(self._config.stretch, patience // max(slot.pace, 1))
+        return wanted if wanted > 1 and self._scheduler.look_ahead(slot.batch, wanted) else 1
 
     def _decoded(self, slot: Slot, sampled: int) -> Pass:
         self._scheduler.stats.decoded += sampled
@@ -104,9 +122,9 @@ def _plain(slot: Slot) -> bool:
     return runner.stretches and bool(batch.plain[: batch.decoding].all())
 
 
-def _decode(slot: Slot, steps: int, threads: int) -> int:
+def _decode(slot: Slot, steps: int, threads: int, *, sampled: bool = False) -> int:
     assert slot.runner is not None
-    return slot.runner.decode(slot.batch, steps, threads)
+    return slot.runner.decode(slot.batch, steps, threads, sampled=sampled)
 
 
 def _timed(slot: Slot, steps: int, threads: int) -> int:

@@ -69,7 +69,7 @@ class GenericRunner:
         logits: torch.Tensor = result.logits[0].float()
         return logits
 
-    def decode(self, batch: Batch, steps: int, threads: int) -> int:
+    def decode(self, batch: Batch, steps: int, threads: int, *, sampled: bool = False) -> int:
         raise NotImplementedError("the module is called once a step")
 
     def experts(self) -> npt.NDArray[np.int16]:

@@ -32,8 +32,11 @@ class Runner(Protocol):
         """Logits [logit_count, vocab] in float32, valid until the next call; the rows' KV is written."""
         ...
 
-    def decode(self, batch: Batch, steps: int, threads: int) -> int:
-        """At most so many decode steps for every decoding row of a batch, in one call; the tokens sampled."""
+    def decode(self, batch: Batch, steps: int, threads: int, *, sampled: bool = False) -> int:
+        """At most so many decode steps for every decoding row of a batch, in one call; the tokens sampled.
+
+        `sampled`: the rows' last tokens were sampled just now, so rows that have ended by them take no part.
+        """
         ...
 
     def experts(self) -> npt.NDArray[np.int16]:

@@ -39,6 +39,7 @@ class Model(c.Structure):
     _fields_ = (
         *((name, c.c_int32) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "inner", "vocab")),
         *((name, c.c_int32) for name in ("experts", "experts_used", "expert_inner", "norm_topk", "full_qk_norm")),
+        ("turned", c.c_int32),
         ("eps", c.c_float),
         ("scale", c.c_float),
         *((name, FLOATS) for name in ("embed", "norm", "head", "cos", "sin")),
@@ -85,17 +86,19 @@ class Stretch(c.Structure):
     """Sequences that decode several steps in one call."""
 
     _fields_ = (
-        *((name, c.c_int32) for name in ("rows", "steps", "width", "stop_ids", "table_stride", "vocab")),
+        *((name, c.c_int32) for name in ("rows", "steps", "width", "stop_ids", "table_stride", "vocab", "sampled")),
         *((name, INTS) for name in ("token", "position", "fill", "last", "place", "stops", "table", "history")),
         *((name, FLOATS) for name in ("logprobs", "model_logprobs", "temperature", "top_p", "min_p")),
         *((name, INTS) for name in ("top_k", "seed", "trajectory")),
         ("logits", FLOATS),
+        ("near", c.c_int64),
     )
 
 
 def declare(library: c.CDLL) -> c.CDLL:
     """The library with its functions' types declared."""
     library.vector_width.restype = c.c_int
+    library.panel_columns.restype = c.c_int
     library.scratch_floats.restype = c.c_int64
     library.scratch_floats.argtypes = [c.POINTER(Model), c.c_int, c.c_int, c.c_int]
     library.forward.restype = None
@@ -103,12 +106,13 @@ def declare(library: c.CDLL) -> c.CDLL:
     library.multiply_floats.restype = c.c_int64
     library.multiply_floats.argtypes = [c.c_int, c.c_int]
     library.multiply.restype = None
-    library.multiply.argtypes = [c.c_int, FLOATS, FLOATS, c.c_int, c.c_int, FLOATS, FLOATS, c.c_int]
+    library.multiply.argtypes = [c.c_int, FLOATS, FLOATS, c.c_int, c.c_int, c.c_int, FLOATS, FLOATS, c.c_int]
     library.paged_attention.restype = None
     library.paged_attention.argtypes = [
         *(c.POINTER(Cache), c.POINTER(Rows), c.c_int, c.c_int, c.c_int, c.c_float, c.c_float),
         *(FLOATS, FLOATS, c.c_int, FLOATS, c.c_int),
     ]
+    library.near_bytes.restype = c.c_int64
     library.decode.restype = c.c_int64
     library.decode.argtypes = [c.POINTER(Model), c.POINTER(Cache), c.POINTER(Stretch), FLOATS, c.c_int, c.c_int]
     library.sample.restype = None

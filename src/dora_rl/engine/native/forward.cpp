@@ -2,7 +2,8 @@
 //
 // - Decode rows and prefill rows are the same thing: a token with a position and a block table. All keys and values of
 //   a layer are written before any row attends, so a chunk of a prompt sees itself.
-// - Weights are read where they lie (mapped files), row-major [out, in]; no copy of them outlives a panel.
+// - Weights are read where they lie (mapped files), row-major [out, in]; no copy of them outlives a panel. Those of a small
+//   model may come turned (see product.h).
 // - Work is handed out in small pieces, so a thread that is held up by the machine does not hold up the others for long.
 #include <algorithm>
 #include <cmath>
@@ -21,6 +22,7 @@ struct Layer {
 struct Model {
     int32_t layers, hidden, heads, kv_heads, head_dim, inner, vocab;
     int32_t experts, experts_used, expert_inner, norm_topk, full_qk_norm;
+    int32_t turned;  // the dense matrices and the head are
     float eps, scale;
     const float *embed, *norm, *head, *cos, *sin;
     const Layer* layer;
@@ -116,12 +118,12 @@ static int64_t lay_out(const Model& m, int rows, int threads, int context, float
 // The columns of a product with one matrix, cut into pieces that threads take in turn.
 template <class Take>
 static void in_pieces(Team::Round& round, int threads, const Scratch& s, int rows, const float* x, const float* w,
-                      int depth, int columns, Take take) {
+                      bool turned, int depth, int columns, Take take) {
     const int piece = pieces(columns, threads);
     round.each((columns + piece - 1) / piece, [&](int i) {
         int n0 = i * piece, n1 = std::min(n0 + piece, columns), later = n0 + threads * piece;
         const float* next = later + PANEL <= columns ? w + int64_t(later) * depth : nullptr;
-        product(rows, x, depth, w, depth, n0, n1, s.panel_of(round), next, take);
+        product(rows, x, depth, w, turned, depth, n0, n1, s.panel_of(round), next, take);
     });
 }
 
@@ -136,9 +138,10 @@ static void project_qkv(const Model& m, const Layer& l, int R, const Scratch& s,
         const float* bias = part == 0 ? l.q_bias : part == 1 ? l.k_bias : l.v_bias;
         int n0 = index * piece, n1 = std::min(n0 + piece, columns), later = n0 + threads * piece;
         const float* next = later + PANEL <= columns ? w + int64_t(later) * m.hidden : nullptr;
-        product(R, s.normed, m.hidden, w, m.hidden, n0, n1, s.panel_of(round), next, [&](int r, int n, vec v, int count) {
-            put(s.qkv + int64_t(r) * qkv + offset + n, bias ? v + some(bias + n, count) : v, count);
-        });
+        product(R, s.normed, m.hidden, w, m.turned, m.hidden, n0, n1, s.panel_of(round), next,
+                [&](int r, int n, vec v, int count) {
+                    put(s.qkv + int64_t(r) * qkv + offset + n, bias ? v + some(bias + n, count) : v, count);
+                });
     });
 }
 
@@ -178,17 +181,17 @@ static void attention_half(const Model& m, const Layer& l, int layer, const Cach
                    s.scores + int64_t(round.thread()) * group * stride, stride,
                    s.attended + int64_t(r) * q_size + h * group * width);
     });
-    in_pieces(round, threads, s, R, s.attended, l.o, q_size, m.hidden, [&](int r, int n, vec v, int count) {
+    in_pieces(round, threads, s, R, s.attended, l.o, m.turned, q_size, m.hidden, [&](int r, int n, vec v, int count) {
         add(s.hidden + int64_t(r) * m.hidden + n, l.o_bias ? v + some(l.o_bias + n, count) : v, count);
     });
 }
 
 // inner[r] = silu(gate . x) * (up . x) for the columns [n0, n1); `upper` holds up . x meanwhile.
-static void gated(int rows, const float* x, const float* gate, const float* up, int depth, int n0, int n1, float* inner,
-                  float* upper, int64_t stride, float* panel, const float* next) {
-    product(rows, x, depth, gate, depth, n0, n1, panel, up + int64_t(n0) * depth,
+static void gated(int rows, const float* x, const float* gate, const float* up, bool turned, int depth, int n0, int n1,
+                  float* inner, float* upper, int64_t stride, float* panel, const float* next) {
+    product(rows, x, depth, gate, turned, depth, n0, n1, panel, up + int64_t(n0) * depth,
             [&](int r, int n, vec v, int count) { put(inner + r * stride + n, v, count); });
-    product(rows, x, depth, up, depth, n0, n1, panel, next,
+    product(rows, x, depth, up, turned, depth, n0, n1, panel, next,
             [&](int r, int n, vec v, int count) { put(upper + r * stride + n, v, count); });
     for (int r = 0; r < rows; r++) {
         float *g = inner + r * stride, *u = upper + r * stride;
@@ -203,9 +206,9 @@ static void dense_half(const Model& m, const Layer& l, int R, const Scratch& s, 
     round.each((m.inner + piece - 1) / piece, [&](int i) {
         int n0 = i * piece, n1 = std::min(n0 + piece, m.inner), later = n0 + threads * piece;
         const float* next = later + PANEL <= m.inner ? l.gate + int64_t(later) * m.hidden : nullptr;
-        gated(R, s.normed, l.gate, l.up, m.hidden, n0, n1, s.inner, s.upper, m.inner, s.panel_of(round), next);
+        gated(R, s.normed, l.gate, l.up, m.turned, m.hidden, n0, n1, s.inner, s.upper, m.inner, s.panel_of(round), next);
     });
-    in_pieces(round, threads, s, R, s.inner, l.down, m.inner, m.hidden,
+    in_pieces(round, threads, s, R, s.inner, l.down, m.turned, m.inner, m.hidden,
               [&](int r, int n, vec v, int count) { add(s.hidden + int64_t(r) * m.hidden + n, v, count); });
 }
 
@@ -217,7 +220,7 @@ static void sparse_half(const Model& m, const Layer& l, int layer, const Rows& r
     round.each((R + MR - 1) / MR, [&](int tile) {
         int first = tile * MR, last = std::min(first + MR, R);
         float* scores = s.router + int64_t(first) * m.experts;
-        product(last - first, s.normed + int64_t(first) * H, H, l.router, H, 0, m.experts, s.panel_of(round), nullptr,
+        product(last - first, s.normed + int64_t(first) * H, H, l.router, false, H, 0, m.experts, s.panel_of(round), nullptr,
                 [&](int r, int n, vec v, int count) { put(scores + int64_t(r) * m.experts + n, v, count); });
         for (int r = first; r < last; r++) {
             route(m, s.router + int64_t(r) * m.experts, s.chosen + r * used, s.weight + r * used);
@@ -243,14 +246,14 @@ static void sparse_half(const Model& m, const Layer& l, int layer, const Rows& r
     round.each(m.experts * inner_pieces, [&](int job) {
         int e = job / inner_pieces, n0 = job % inner_pieces * PANEL, start = s.expert_start[e];
         const float* w = l.experts_gate_up + int64_t(e) * 2 * I * H;
-        gated(s.expert_start[e + 1] - start, s.mixed + int64_t(start) * H, w, w + int64_t(I) * H, H, n0,
+        gated(s.expert_start[e + 1] - start, s.mixed + int64_t(start) * H, w, w + int64_t(I) * H, false, H, n0,
               std::min(n0 + PANEL, I), s.inner + int64_t(start) * I, s.upper + int64_t(start) * I, I, s.panel_of(round),
               nullptr);
     });
     round.each(m.experts * out_pieces, [&](int job) {
         int e = job / out_pieces, n0 = job % out_pieces * PANEL, start = s.expert_start[e];
-        product(s.expert_start[e + 1] - start, s.inner + int64_t(start) * I, I, l.experts_down + int64_t(e) * H * I, I,
-                n0, std::min(n0 + PANEL, H), s.panel_of(round), nullptr, [&](int i, int n, vec v, int count) {
+        product(s.expert_start[e + 1] - start, s.inner + int64_t(start) * I, I, l.experts_down + int64_t(e) * H * I, false,
+                I, n0, std::min(n0 + PANEL, H), s.panel_of(round), nullptr, [&](int i, int n, vec v, int count) {
                     int pick = s.by_expert[start + i];
                     put(s.mixed + int64_t(pick) * H + n, v * s.weight[pick], count);
                 });
@@ -280,13 +283,15 @@ static void all_layers(const Model& m, const Cache& cache, const Rows& rows, con
         else dense_half(m, l, R, s, round, threads);
     }
     round.each(rows.logit_count, [&](int i) { rms_norm(hidden(rows.logit_row[i]), m.norm, m.eps, m.hidden, normed(i)); });
-    in_pieces(round, threads, s, rows.logit_count, s.normed, m.head, m.hidden, m.vocab,
+    in_pieces(round, threads, s, rows.logit_count, s.normed, m.head, m.turned, m.hidden, m.vocab,
               [&](int i, int n, vec v, int count) { put(rows.logits + int64_t(i) * m.vocab + n, v, count); });
 }
 
 extern "C" {
 
 int vector_width() { return W; }
+
+int panel_columns() { return PANEL; }
 
 int64_t scratch_floats(const Model* m, int rows, int threads, int context) {
     return lay_out(*m, rows, threads, context, nullptr, nullptr);
@@ -304,12 +309,13 @@ void forward(const Model* model, const Cache* cache, const Rows* rows, float* sc
 int64_t multiply_floats(int depth, int threads) { return int64_t(threads) * PANEL * depth; }
 
 // One product alone, out[m][n] = x[m] . w[n], as a forward pass computes it: to test it and to measure it by itself.
-void multiply(int rows, const float* x, const float* w, int depth, int columns, float* out, float* scratch, int threads) {
+void multiply(int rows, const float* x, const float* w, int turned, int depth, int columns, float* out, float* scratch,
+              int threads) {
     Scratch s;
     s.panels = scratch;
     s.panel = int64_t(PANEL) * depth;
     Team::run(threads, [&](Team::Round& round) {
-        in_pieces(round, threads, s, rows, x, w, depth, columns,
+        in_pieces(round, threads, s, rows, x, w, turned, depth, columns,
                   [&](int r, int n, vec v, int count) { put(out + int64_t(r) * columns + n, v, count); });
     });
 }

@@ -3,6 +3,9 @@
 // A panel of columns is turned into a small buffer as it passes by, and all rows are multiplied with it there, a tile of
 // rows at a time, with columns in the lanes. Each number is one chain of multiply-adds over k in order, whatever the
 // tile, so its bits are the same in any batch. While a panel is computed, the next one is on its way from memory.
+//
+// Matrices of a model that fits into the caches may come turned already, one panel after the other: [n / PANEL][k][PANEL],
+// the last one filled up with zeros. A panel then begins where its first column would, at w + n * depth.
 #pragma once
 #include <algorithm>
 #include <utility>
@@ -141,17 +144,37 @@ static inline vec some(const float* p, int count) {
     return v;
 }
 
+// All rows with one panel, a tile at a time, the tiles as equal as can be.
+template <class Take>
+static void panel_rows(int rows, const float* x, int64_t stride, const float* panel, int depth, int n, int columns,
+                       Ahead& ahead, int lines, Take& take) {
+    const int tiles = (rows + MR - 1) / MR;
+    for (int t = 0, m = 0, size; t < tiles; t++, m += size) {
+        size = (rows - m + tiles - t - 1) / (tiles - t);
+        vec out[MR][2];
+        tile_rows(size, x + m * stride, stride, panel, depth, out, ahead, lines);
+        for (int i = 0; i < size; i++) {
+            take(m + i, n, out[i][0], std::min(W, columns));
+            if (columns > W) take(m + i, n + W, out[i][1], columns - W);
+        }
+    }
+}
+
 // take(m, n, values, count) for all m < rows and the columns n0 <= n < n1, W or fewer at once, values = x[m] . w[n ...].
 // `panel` is room for one panel; `next` is where this thread will probably go on reading, or null.
 template <class Take>
-static void product(int rows, const float* x, int64_t stride, const float* w, int depth, int n0, int n1, float* panel,
-                    const float* next, Take take) {
+static void product(int rows, const float* x, int64_t stride, const float* w, bool turned, int depth, int n0, int n1,
+                    float* panel, const float* next, Take take) {
     if (rows <= 0) return;
-    const int tiles = (rows + MR - 1) / MR;
     // The next panel is fetched evenly over the time of this one: turning it takes as long as some 13 rows.
     const int lines = 200 / (13 + rows) + 1;
     for (int n = n0; n < n1; n += PANEL) {
         const int columns = std::min(PANEL, n1 - n);
+        if (turned) {
+            Ahead nothing{nullptr, nullptr};
+            panel_rows(rows, x, stride, w + int64_t(n) * depth, depth, n, columns, nothing, 0, take);
+            continue;
+        }
         const float* column[PANEL];  // those that are not there repeat the last one
         for (int i = 0; i < PANEL; i++) column[i] = w + int64_t(n + std::min(i, columns - 1)) * depth;
         if (rows <= FEW) {
@@ -166,14 +189,6 @@ static void product(int rows, const float* x, int64_t stride, const float* w, in
         const char* then = reinterpret_cast<const char*>(left > 0 ? w + int64_t(n + columns) * depth : next);
         Ahead ahead{then, then ? then + std::min(PANEL, left > 0 ? left : PANEL) * int64_t(depth) * 4 : then};
         turn(column, depth, panel, ahead, lines);
-        for (int t = 0, m = 0, size; t < tiles; t++, m += size) {
-            size = (rows - m + tiles - t - 1) / (tiles - t);  // tiles as equal as can be
-            vec out[MR][2];
-            tile_rows(size, x + m * stride, stride, panel, depth, out, ahead, lines);
-            for (int i = 0; i < size; i++) {
-                take(m + i, n, out[i][0], std::min(W, columns));
-                if (columns > W) take(m + i, n + W, out[i][1], columns - W);
-            }
-        }
+        panel_rows(rows, x, stride, panel, depth, n, columns, ahead, lines, take);
     }
 }

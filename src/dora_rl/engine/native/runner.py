@@ -1,6 +1,8 @@
 """Running a model of the Llama family, dense or mixture-of-experts, by the compiled kernels.
 
-The weights are used where they lie: a runner is a table of pointers into the version's tensors, which it keeps alive.
+The weights are used where they lie: a runner is a table of pointers into the version's tensors, which it keeps alive. Of
+a model so small that the caches hold it, the matrices are kept as the kernels want them: with few rows, turning them at
+each step would take longer than multiplying.
 Cosines and sines come from the module's own rotary embedding, so every way of scaling them that does not depend on
 the length of a request is covered.
 """
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
 DENSE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 SPARSE = ("MixtralForCausalLM", "OlmoeForCausalLM", "Qwen3MoeForCausalLM")
 _COLUMNS = ("token", "position", "fill", "last", "place", "stops", "history", "logprobs", "model_logprobs")
+_TURNED = ("q", "k", "v", "o", "gate", "up", "down")
+_SMALL = 1 << 23
+"""Bytes of weights up to which a model is small."""
 HEAD_VECTORS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 32)  # sizes of a head, in vectors, that attention is compiled for
 
 
@@ -68,6 +73,8 @@ class NativeRunner:
         assert library is not None
         self._library = library
         self._weights = named(model, tensors)
+        self._turned: dict[str, torch.Tensor] = {}
+        self._near = library.near_bytes()
         self._limit = limit
         self._context = context
         self._layers, self._model = self._point(model, context)
@@ -108,7 +115,7 @@ class NativeRunner:
         )
         return self._logits[: rows.logit_count]
 
-    def decode(self, batch: Batch, steps: int, threads: int) -> int:
+    def decode(self, batch: Batch, steps: int, threads: int, *, sampled: bool = False) -> int:
         """At most so many decode steps for every decoding row of a batch; the tokens sampled."""
         self._make_room(threads, batch.decoding)
         settings = {name: getattr(batch.settings, name).ctypes.data for name in Settings.COLUMNS}
@@ -120,15 +127,17 @@ class NativeRunner:
             stop_ids=batch.stops.shape[1],
             table_stride=batch.rows.table.shape[1],
             vocab=self._model.vocab,
+            sampled=int(sampled),
             table=batch.rows.table.ctypes.data,
             logits=self._logits.data_ptr(),
+            near=threads * self._near if self._model.turned else 1 << 62,
             **columns,
             **settings,
         )
-        sampled: int = self._library.decode(
+        count: int = self._library.decode(
             c.byref(self._model), c.byref(self._cache), c.byref(given), self._scratch.data_ptr(), threads, self._context
         )
-        return sampled
+        return count
 
     def _make_room(self, threads: int, logits: int) -> None:
         if threads > self._threads:
@@ -150,10 +159,11 @@ class NativeRunner:
         self._tables = (cos[0].contiguous(), sin[0].contiguous())
         layers = (binding.Layer * config.num_hidden_layers)()
         sparse = type(model).__name__ in SPARSE
+        small = sum(tensor.nbytes for tensor in self._weights.values()) <= _SMALL
         for index in range(config.num_hidden_layers):
             for field, name in _places(f"model.layers.{index}.").items():
                 if name in self._weights:
-                    setattr(layers[index], field, self._pointer(name))
+                    setattr(layers[index], field, self._pointer(name, turned=small and field in _TURNED))
         pointers = binding.Model(
             layers=config.num_hidden_layers,
             hidden=config.hidden_size,
@@ -167,23 +177,34 @@ class NativeRunner:
             expert_inner=getattr(config, "moe_intermediate_size", config.intermediate_size) if sparse else 0,
             norm_topk=int(getattr(config, "norm_topk_prob", True)) if sparse else 0,
             full_qk_norm=int(type(model).__name__ == "OlmoeForCausalLM"),
+            turned=int(small),
             eps=config.rms_norm_eps,
             scale=head_dim**-0.5,
             embed=self._pointer("model.embed_tokens.weight"),
             norm=self._pointer("model.norm.weight"),
-            head=self._pointer("lm_head.weight"),
+            head=self._pointer("lm_head.weight", turned=small),
             cos=self._tables[0].data_ptr(),
             sin=self._tables[1].data_ptr(),
             layer=layers,
         )
         return layers, pointers
 
-    def _pointer(self, name: str) -> int:
+    def _pointer(self, name: str, *, turned: bool = False) -> int:
         tensor = self._weights[name]
         if tensor.dtype != torch.float32 or not tensor.is_contiguous():
             tensor = self._weights[name] = tensor.to(torch.float32).contiguous()
+        if turned:
+            tensor = self._turned[name] = in_panels(tensor, self._library)
         address: int = tensor.data_ptr()
         return address
+
+
+def in_panels(matrix: torch.Tensor, library: c.CDLL) -> torch.Tensor:
+    """[n, k] to [n / panel, k, panel], the last panel filled up with zeros (see product.h)."""
+    panel = library.panel_columns()
+    columns, depth = matrix.shape
+    filled = torch.nn.functional.pad(matrix, (0, 0, 0, -columns % panel))
+    return filled.view(-1, panel, depth).transpose(1, 2).contiguous()
 
 
 def _experts(config: Any) -> int:

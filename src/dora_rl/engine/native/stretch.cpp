@@ -3,6 +3,10 @@
 // - A row that ends (stop id, length, logits that are not finite) takes no part in the steps after that; the others go
 //   on. What a row says does not depend on who is beside it, so this gives the tokens of single steps.
 // - The caller has seen to it that every row has blocks, and room in its history, for all of the steps.
+// - Rows go in groups whose KV stays near, in a core's own cache: a group does all of its steps before the next one does
+//   its first, so its KV is fetched from afar once and not in every step.
+#include <unistd.h>
+
 #include <vector>
 
 #include "attention.h"
@@ -13,6 +17,7 @@ extern "C" void forward(const Model* model, const Cache* cache, const Rows* rows
 
 struct Stretch {
     int32_t rows, steps, width, stop_ids, table_stride, vocab;
+    int32_t sampled;         // the rows' tokens were sampled just now, so some rows may have ended
     int64_t* token;          // [rows] the one token left to compute
     int32_t *position, *fill;  // [rows]
     const int32_t* last;     // [rows] position of the last token that fits
@@ -25,7 +30,15 @@ struct Stretch {
     const int32_t* top_k;
     const uint64_t *seed, *trajectory;
     float* logits;           // [rows][vocab]
+    int64_t near;            // bytes of KV that a group may have
 };
+
+static bool ends(const Stretch& s, int row) {
+    if (s.token[row] < 0 || s.position[row] >= s.last[row]) return true;
+    for (int i = 0; i < s.stop_ids; i++)
+        if (s.stops[int64_t(row) * s.stop_ids + i] == s.token[row]) return true;
+    return false;
+}
 
 // The running rows side by side, as a forward pass and a draw want them.
 struct Running {
@@ -34,12 +47,13 @@ struct Running {
     std::vector<float> temperature, top_p, min_p, logprob, model_logprob;
     std::vector<uint64_t> seed, trajectory, place;
 
-    explicit Running(const Stretch& s) : drawn(s.rows), logprob(s.rows), model_logprob(s.rows) {
-        for (int r = 0; r < s.rows; r++) {
+    Running(const Stretch& s, int first, int end) : drawn(end - first), logprob(end - first), model_logprob(end - first) {
+        for (int r = first; r < end; r++) {
+            if (s.sampled && ends(s, r)) continue;
+            logit_row.push_back(int32_t(token.size()));
             token.push_back(s.token[r]);
             position.push_back(s.position[r]);
             sequence.push_back(r);
-            logit_row.push_back(r);
             top_k.push_back(s.top_k[r]);
             temperature.push_back(s.temperature[r]);
             top_p.push_back(s.top_p[r]);
@@ -64,13 +78,6 @@ struct Running {
     }
 };
 
-static bool ends(const Stretch& s, int row) {
-    if (s.token[row] < 0 || s.position[row] >= s.last[row]) return true;
-    for (int i = 0; i < s.stop_ids; i++)
-        if (s.stops[int64_t(row) * s.stop_ids + i] == s.token[row]) return true;
-    return false;
-}
-
 static void note(const Stretch& s, int row, int64_t token, float logprob, float model_logprob) {
     int64_t at = int64_t(row) * s.width + s.fill[row]++;
     s.history[at] = token;
@@ -81,12 +88,11 @@ static void note(const Stretch& s, int row, int64_t token, float logprob, float 
     s.place[row]++;
 }
 
-// Gives how many tokens were sampled.
-extern "C" int64_t decode(const Model* model, const Cache* cache, const Stretch* stretch, float* scratch, int threads,
-                          int context) {
-    const Stretch& s = *stretch;
-    Running run(s);
-    int count = s.rows;
+// The steps of the rows [first, end); gives how many tokens were sampled.
+static int64_t decode_group(const Model* model, const Cache* cache, const Stretch& s, int first, int end, float* scratch,
+                            int threads, int context) {
+    Running run(s, first, end);
+    int count = int(run.token.size());
     int64_t sampled = 0;
     for (int step = 0; step < s.steps && count; step++) {
         Rows rows{count, s.table_stride, count, run.token.data(), run.position.data(), run.sequence.data(),
@@ -108,6 +114,30 @@ extern "C" int64_t decode(const Model* model, const Cache* cache, const Stretch*
             run.keep(i, left++);
         }
         count = left;
+    }
+    return sampled;
+}
+
+// Bytes of KV that stay in a core's own cache, beside the weights of a small model: half of it, by measurement.
+extern "C" int64_t near_bytes() {
+    long size = -1;
+#if defined(_SC_LEVEL2_CACHE_SIZE)
+    size = sysconf(_SC_LEVEL2_CACHE_SIZE);
+#endif
+    return (size > 0 ? size : 1 << 20) / 2;
+}
+
+// Gives how many tokens were sampled.
+extern "C" int64_t decode(const Model* model, const Cache* cache, const Stretch* stretch, float* scratch, int threads,
+                          int context) {
+    const Stretch& s = *stretch;
+    const int64_t token = int64_t(cache->layers) * 2 * cache->kv_heads * cache->head_dim * sizeof(float);
+    int64_t sampled = 0;
+    for (int first = 0, end = 0; first < s.rows; first = end) {
+        int64_t bytes = 0;
+        do bytes += token * s.position[end++];
+        while (end < s.rows && (s.steps == 1 || bytes + token * s.position[end] <= s.near));
+        sampled += decode_group(model, cache, s, first, end, scratch, threads, context);
     }
     return sampled;
 }
