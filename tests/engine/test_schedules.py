@@ -127,7 +127,7 @@ def test_a_stretch_is_several_steps() -> None:
         before.append(engine.stats.decoded)
         engine.check()
         engine.slots[0].pace = 1
-    assert before == [16, 20], "the rest of the first stretch follows the prompt at once"
+    assert before == [17, 20], "the first stretch follows the prompt at once"
 
 
 def some_siblings() -> list[Request]:

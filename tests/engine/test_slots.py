@@ -51,7 +51,7 @@ def decoding_threads(engine: Any) -> set[int]:
     return seen
 
 
-@pytest.mark.parametrize(("kernels", "threads", "beside"), [("native", 1, 0), ("native", 3, 2), ("torch", 2, 0)])
+@pytest.mark.parametrize(("kernels", "threads", "beside"), [("native", 1, 1), ("native", 3, 2), ("torch", 2, 0)])
 def test_two_versions_side_by_side(kernels: str, threads: int, beside: int) -> None:
     """Where there are threads for each, both decode at once; what they say does not depend on it."""
     weights = two_versions()

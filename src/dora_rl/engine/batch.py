@@ -4,7 +4,7 @@ Invariants:
 - rows [0, decoding) have one token left to compute; rows [decoding, count) are still prefilling;
 - row i of every column belongs to `sequences[i]`, whose `row` is i;
 - sampled tokens stay in `history` until they are flushed, so a steady decode step touches no Python object per request;
-- a row has room in its history for `stretch` more tokens than would make it due for flushing.
+- a row has room in its history for `stretch` more tokens when it is due for flushing: they may come in one pass.
 """
 
 from __future__ import annotations
@@ -53,8 +53,11 @@ class Batch:
         """Has stop strings, so every token is looked at."""
         self.plain = np.zeros(limit, dtype=bool)
         """Nothing is wanted of its tokens but the tokens: no stop strings, no bias, no record of experts."""
+        self.turn = np.zeros(limit, dtype=np.int64)
+        """When it last had its turn to decode: the number of the turn; 0 if it had none yet."""
+        self._turns = 0
         self.every = every
-        width = every + stretch - 1
+        width = every + stretch
         self.held = np.zeros(limit, dtype=np.int32)
         """Blocks that it has."""
         self.fill = np.zeros(limit, dtype=np.int32)
@@ -62,7 +65,7 @@ class Batch:
         self.logprobs = np.zeros((limit, width), dtype=np.float32)
         self.model_logprobs = np.zeros((limit, width), dtype=np.float32)
         self.experts: npt.NDArray[np.int16] | None = None
-        self._columns = ("place", "token", "position", "last", "watched", "plain", "held", "fill")
+        self._columns = ("place", "token", "position", "last", "watched", "plain", "turn", "held", "fill")
         self._wide = ("stops", "history", "logprobs", "model_logprobs")
         self._all = np.arange(limit, dtype=np.int64)
 
@@ -85,6 +88,7 @@ class Batch:
         self.stops[row, : len(stops)] = stops
         self.watched[row] = bool(sampling.stop)
         self.plain[row] = not (sampling.stop or sampling.logit_bias or sequence.request.record_experts)
+        self.turn[row] = 0
         self.fill[row] = 0
         self.set_blocks(sequence)
         if sequence.decodes:
@@ -158,6 +162,14 @@ class Batch:
     def decode_rows(self) -> npt.NDArray[np.int64]:
         """The rows that decode."""
         return self._all[: self.decoding]
+
+    def longest_waiting(self, rows: npt.NDArray[np.int64], most: int) -> npt.NDArray[np.int64]:
+        """At most so many of these rows, those whose turn is longest ago; it is their turn now."""
+        if most < len(rows):
+            rows = np.sort(rows[np.argsort(self.turn[rows], kind="stable")[:most]])
+        self._turns += 1
+        self.turn[rows] = self._turns
+        return rows
 
     def _swap(self, a: int, b: int) -> None:
         if a == b:

@@ -1,9 +1,11 @@
 """What the slots of an engine compute in a step.
 
 Invariants:
-- a pass of a slot is a forward pass and a draw: decoding rows first, then chunks of prompts. Where a slot has nothing
-  but plain decoding rows, or nothing else once its chunks are through, several steps are done in one call of the
-  kernels: nobody waits for them longer than `_PATIENCE`;
+- a pass of a slot is a forward pass and a draw: decoding rows first, then chunks of prompts. Where all rows of a slot
+  are plain, many decode steps are done in one call of the kernels, for at most about `_PATIENCE`: so long may somebody
+  who comes meanwhile have to wait;
+- rows of a small model take turns: some do many steps, whose KV is near then, and those that waited longest are next.
+  Rows of a large one share its weights, so all of them do the same few steps, and chunks go along with the first;
 - slots that do nothing else decode side by side, each with its share of the threads and for about the same time: what
   threads lose by waiting for each other grows with their number. Otherwise one comes after the other, with all of them;
 - slots share time, not steps: one with few requests, as old versions have, takes many steps while one with many takes
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from dora_rl.engine.slots import Slot
 
     Chunk: TypeAlias = tuple[Sequence, int]
+    Rows: TypeAlias = npt.NDArray[np.int64]
 
 _PATIENCE: Nanoseconds = 5_000_000
 """How long a request may have to wait for the decode steps of others before it joins."""
@@ -68,79 +71,84 @@ class Computing:
             yield from self._side_by_side(slots, threads // len(slots))
             return
         for slot in slots:
-            patience = _PATIENCE // len(slots)
-            if chunks[slot.index]:
-                done = compute(slot, chunks[slot.index], self._scheduler, threads, self._config.kernels != "torch")
-                yield slot, self._gone_on(slot, done, patience, threads)
-                continue
-            steps = self._steps(slot, patience) if _plain(slot) else 1
-            begin = time.perf_counter_ns()
-            if steps > 1:
-                done = self._decoded(slot, _decode(slot, steps, threads))
-            else:
-                done = compute(slot, [], self._scheduler, threads, self._config.kernels != "torch")
-            slot.pace = (time.perf_counter_ns() - begin) // steps
-            yield slot, done
+            yield slot, self._pass(slot, chunks[slot.index], _PATIENCE // len(slots), threads)
+
+    def _pass(self, slot: Slot, chunks: list[Chunk], patience: Nanoseconds, threads: int) -> Pass:
+        batch, runner = slot.batch, slot.runner
+        assert runner is not None
+        plain = _plain(slot)
+        if not plain or (chunks and not runner.small):
+            return self._compute(slot, chunks, threads)
+        if not chunks:
+            rows, steps = self._turn(slot, batch.decode_rows(), patience)
+            return self._noted(slot, rows, decode(slot, rows, steps, threads))
+        before = batch.decoding
+        first = self._compute(slot, chunks, threads, decoding=False)
+        fresh = batch.decode_rows()[before:]
+        rows = batch.decode_rows()[:before]
+        if self._scheduler.catch_up(batch):
+            rows = np.setdiff1d(batch.decode_rows(), first.rows[first.ended])
+        if not len(rows):
+            return first
+        rows, steps = self._turn(slot, rows, patience)
+        sampled = decode(slot, rows, steps, threads)
+        work = first.work._replace(decoded=first.work.decoded + sampled)
+        return self._noted(slot, np.union1d(fresh, rows), sampled)._replace(work=work)
+
+    def _compute(self, slot: Slot, chunks: list[Chunk], threads: int, *, decoding: bool = True) -> Pass:
+        return compute(slot, chunks, self._scheduler, threads, self._config.kernels != "torch", decoding=decoding)
 
     def _side_by_side(self, slots: list[Slot], threads: int) -> Iterator[tuple[Slot, Pass]]:
         if self._beside is None:
             self._beside = ThreadPoolExecutor(self._config.slots - 1, thread_name_prefix="slot")
-        steps = [self._steps(slot, _PATIENCE) for slot in slots]
-        rest = [self._beside.submit(_timed, *one, threads) for one in zip(slots[1:], steps[1:], strict=True)]
-        sampled = [_timed(slots[0], steps[0], threads), *(one.result() for one in rest)]
-        for slot, count in zip(slots, sampled, strict=True):
-            yield slot, self._decoded(slot, count)
+        turns = [(slot, *self._turn(slot, slot.batch.decode_rows(), _PATIENCE), threads) for slot in slots]
+        rest = [self._beside.submit(decode, *turn) for turn in turns[1:]]
+        sampled = [decode(*turns[0]), *(one.result() for one in rest)]
+        for (slot, rows, *_), count in zip(turns, sampled, strict=True):
+            yield slot, self._noted(slot, rows, count)
 
-    def _gone_on(self, slot: Slot, done: Pass, patience: Nanoseconds, threads: int) -> Pass:
-        """After a pass with chunks: some more steps, if nobody waits for a next chunk. Who has ended takes no part."""
-        batch = slot.batch
-        steps = min(self._config.stretch - 1, patience // max(slot.pace, 1))
-        if steps < 1 or not 0 < batch.decoding == len(batch) or not _plain(slot):
-            return done
-        if not self._scheduler.look_ahead(batch, steps, sampled=True):
-            return done
-        begin = time.perf_counter_ns()
-        sampled = _decode(slot, steps, threads, sampled=True)
-        slot.pace = (time.perf_counter_ns() - begin) // steps
-        more = self._decoded(slot, sampled)
-        return more._replace(work=done.work._replace(decoded=done.work.decoded + sampled))
+    def _turn(self, slot: Slot, rows: Rows, patience: Nanoseconds) -> tuple[Rows, int]:
+        """Whose turn it is to decode, and how many steps: as many as nobody who comes meanwhile would mind."""
+        assert slot.runner is not None
+        tokens, steps = patience // max(slot.pace, 1), self._config.stretch
+        if slot.runner.small:
+            rows = slot.batch.longest_waiting(rows, max(1, tokens // steps))
+        else:
+            steps = max(1, min(steps, tokens // len(rows)))
+        while steps > 1 and not self._scheduler.look_ahead(slot.batch, rows, steps):
+            steps //= 2
+        return rows, steps
 
-    def _steps(self, slot: Slot, patience: Nanoseconds) -> int:
-        """How many decode steps to do in one go: as many as nobody who comes meanwhile would mind waiting for."""
-        wanted = min(self._config.stretch, patience // max(slot.pace, 1))
-        return wanted if wanted > 1 and self._scheduler.look_ahead(slot.batch, wanted) else 1
-
-    def _decoded(self, slot: Slot, sampled: int) -> Pass:
+    def _noted(self, slot: Slot, rows: Rows, sampled: int) -> Pass:
         self._scheduler.stats.decoded += sampled
-        return Pass(Work(sampled), *slot.batch.notable(slot.batch.decode_rows()))
+        return Pass(Work(sampled), *slot.batch.notable(rows))
 
 
 def _plain(slot: Slot) -> bool:
     """The kernels can decode all of its rows without anybody looking."""
     batch, runner = slot.batch, slot.runner
     assert runner is not None
-    return runner.stretches and bool(batch.plain[: batch.decoding].all())
+    return runner.stretches and bool(batch.plain[: len(batch)].all())
 
 
-def _decode(slot: Slot, steps: int, threads: int, *, sampled: bool = False) -> int:
+def decode(slot: Slot, rows: Rows, steps: int, threads: int) -> int:
+    """Decode, and note how long a token takes."""
     assert slot.runner is not None
-    return slot.runner.decode(slot.batch, steps, threads, sampled=sampled)
-
-
-def _timed(slot: Slot, steps: int, threads: int) -> int:
-    """Decode, and note how long a step takes beside others."""
     begin = time.perf_counter_ns()
-    sampled = _decode(slot, steps, threads)
-    slot.pace = (time.perf_counter_ns() - begin) // steps
+    sampled = slot.runner.decode(slot.batch, rows, steps, threads)
+    slot.pace = (time.perf_counter_ns() - begin) // max(1, sampled)
     return sampled
 
 
-def compute(slot: Slot, chunks: list[Chunk], scheduler: Scheduler, threads: int, use_kernels: bool) -> Pass:
-    """Compute the decoding rows and the chunks of a slot, and sample for all that have their logits."""
+def compute(
+    slot: Slot, chunks: list[Chunk], scheduler: Scheduler, threads: int, use_kernels: bool, *, decoding: bool = True
+) -> Pass:
+    """Compute decoding rows, unless told not to, and chunks of a slot; sample for all that have their logits."""
     batch, runner = slot.batch, slot.runner
     assert runner is not None
-    complete = _lay_rows(batch, chunks)
-    decoded = batch.decoding
+    first = 0 if decoding else batch.decoding
+    decoded = batch.decoding - first
+    complete = _lay_rows(batch, decoded, chunks)
     record = any(sequence.request.record_experts for sequence in batch.sequences)
     logits = runner.forward(batch.rows, threads, record)
     again = scheduler.stats.reprefilled
@@ -153,10 +161,11 @@ def compute(slot: Slot, chunks: list[Chunk], scheduler: Scheduler, threads: int,
         # Its KV is whole now; what is left is to sample, like any decoding row.
         sequence.computed = sequence.length - 1
         batch.promote(sequence)
-    rows = batch.decode_rows()
+    rows = batch.decode_rows()[first:]
     if len(rows):
         # Those promoted just now stand behind the others, in the order of their logits.
-        drawn = draw(logits, batch.settings.first(len(rows)), batch.place[: len(rows)], threads, use_kernels)
+        end = batch.decoding
+        drawn = draw(logits, batch.settings.part(first, end), batch.place[first:end], threads, use_kernels)
         experts = runner.experts() if record else None
         if experts is not None:
             experts = experts[batch.rows.logit_row[: len(rows)]] if experts.size else None
@@ -175,13 +184,13 @@ def _keep_experts(experts: npt.NDArray[np.int16], start: int, chunks: list[Chunk
         start += count
 
 
-def _lay_rows(batch: Batch, chunks: list[Chunk]) -> list[Sequence]:
+def _lay_rows(batch: Batch, decoded: int, chunks: list[Chunk]) -> list[Sequence]:
     """Fill the static buffers; gives the sequences whose last token is among the rows."""
-    rows, count = batch.rows, batch.decoding
+    rows, count = batch.rows, decoded
     rows.token[:count] = batch.token[:count]
     rows.position[:count] = batch.position[:count]
-    rows.sequence[:count] = batch.decode_rows()
-    rows.logit_row[:count] = batch.decode_rows()
+    rows.sequence[:count] = batch.decode_rows()[:count]
+    rows.logit_row[:count] = batch.decode_rows()[:count]
     logits = count
     complete = []
     for sequence, size in chunks:

@@ -39,6 +39,7 @@ class GenericRunner:
     """One version's weights in a copy of the module; parameters are shared with the source of the weights."""
 
     stretches = False
+    small = False
 
     def __init__(
         self, model: Any, tensors: Mapping[str, Any], cache: KvCache, context: int, use_kernels: bool = True
@@ -69,7 +70,7 @@ class GenericRunner:
         logits: torch.Tensor = result.logits[0].float()
         return logits
 
-    def decode(self, batch: Batch, steps: int, threads: int, *, sampled: bool = False) -> int:
+    def decode(self, batch: Batch, rows: npt.NDArray[np.int64], steps: int, threads: int) -> int:
         raise NotImplementedError("the module is called once a step")
 
     def experts(self) -> npt.NDArray[np.int16]:

@@ -27,16 +27,15 @@ class Runner(Protocol):
 
     stretches: bool
     """It has `decode`."""
+    small: bool
+    """Its weights are near whoever computes: rows need not share them to be fast."""
 
     def forward(self, rows: Rows, threads: int, record_experts: bool) -> torch.Tensor:
         """Logits [logit_count, vocab] in float32, valid until the next call; the rows' KV is written."""
         ...
 
-    def decode(self, batch: Batch, steps: int, threads: int, *, sampled: bool = False) -> int:
-        """At most so many decode steps for every decoding row of a batch, in one call; the tokens sampled.
-
-        `sampled`: the rows' last tokens were sampled just now, so rows that have ended by them take no part.
-        """
+    def decode(self, batch: Batch, rows: npt.NDArray[np.int64], steps: int, threads: int) -> int:
+        """At most so many decode steps for each of these rows of a batch, in one call; the tokens sampled."""
         ...
 
     def experts(self) -> npt.NDArray[np.int16]:

@@ -66,12 +66,12 @@ class Settings:
             column[a], column[b] = column[b], column[a]
         self.bias[a], self.bias[b] = self.bias[b], self.bias[a]
 
-    def first(self, rows: int) -> Settings:
-        """The first rows, as views."""
+    def part(self, first: int, end: int) -> Settings:
+        """Some rows, as views."""
         some = Settings(0)
         for name in self.COLUMNS:
-            setattr(some, name, getattr(self, name)[:rows])
-        some.bias = self.bias[:rows]
+            setattr(some, name, getattr(self, name)[first:end])
+        some.bias = self.bias[first:end]
         return some
 
 

@@ -185,29 +185,25 @@ class Scheduler:
                 self._own(sequence, index)
             batch.set_blocks(sequence)
 
-    def look_ahead(self, batch: Batch, steps: int, *, sampled: bool = False) -> bool:
-        """Blocks for so many tokens of every decoding row; False if they are not to spare without anybody leaving.
-
-        `sampled`: the rows have moved on since the plan, so the next token's block may be missing or not their own.
-        """
-        rows, needed = self._lacking(batch, steps)
-        if not self._has(int(needed.sum()) + self.running):
+    def look_ahead(self, batch: Batch, rows: npt.NDArray[np.int64], steps: int) -> bool:
+        """Blocks for so many tokens of these decoding rows; False if they are not to spare without anybody leaving."""
+        end = np.minimum(batch.position[rows] + steps - 1, batch.last[rows] - 1)
+        needed = end // self.cache.shape.block_size + 1 - batch.held[rows]
+        needy = needed > 0
+        if not self._has(int(needed[needy].sum()) + self.running):
             return False
-        if sampled:
-            self._extend(batch)
-            rows, needed = self._lacking(batch, steps)
-        for row, count in zip(rows.tolist(), needed.tolist(), strict=True):
+        for row, count in zip(rows[needy].tolist(), needed[needy].tolist(), strict=True):
             sequence = batch.sequences[row]
             sequence.blocks.extend(self.pool.take() for _ in range(count))
             batch.set_blocks(sequence)
         return True
 
-    def _lacking(self, batch: Batch, steps: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-        """Rows with too few blocks for so many tokens, and how many they lack."""
-        rows = batch.decode_rows()
-        end = np.minimum(batch.position[rows] + steps - 1, batch.last[rows] - 1)
-        needed = end // self.cache.shape.block_size + 1 - batch.held[rows]
-        return rows[needed > 0], needed[needed > 0]
+    def catch_up(self, batch: Batch) -> bool:
+        """Blocks to write into also for rows that came to decode after the plan; False if nobody has them to spare."""
+        if not self._has(self.running):
+            return False
+        self._extend(batch)
+        return True
 
     def _own(self, sequence: Sequence, index: int) -> None:
         """Copy on write: a block becomes its own."""

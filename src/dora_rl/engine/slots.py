@@ -78,7 +78,7 @@ class Slot:
         self.runner: Runner | None = None
         self.loading: Loading | None = None
         self.pace: Nanoseconds = 0
-        """How long a decode step took, the last time."""
+        """How long the decoding of a token took, the last time."""
         self.idle = STARTING
         """Why it has nothing to do, when it has nothing; until somebody says why, nobody has asked it for more."""
 

@@ -86,8 +86,11 @@ class Stretch(c.Structure):
     """Sequences that decode several steps in one call."""
 
     _fields_ = (
-        *((name, c.c_int32) for name in ("rows", "steps", "width", "stop_ids", "table_stride", "vocab", "sampled")),
-        *((name, INTS) for name in ("token", "position", "fill", "last", "place", "stops", "table", "history")),
+        *((name, c.c_int32) for name in ("rows", "steps", "width", "stop_ids", "table_stride", "vocab")),
+        *(
+            (name, INTS)
+            for name in ("chosen", "token", "position", "fill", "last", "place", "stops", "table", "history")
+        ),
         *((name, FLOATS) for name in ("logprobs", "model_logprobs", "temperature", "top_p", "min_p")),
         *((name, INTS) for name in ("top_k", "seed", "trajectory")),
         ("logits", FLOATS),

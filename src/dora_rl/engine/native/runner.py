@@ -1,8 +1,8 @@
 """Running a model of the Llama family, dense or mixture-of-experts, by the compiled kernels.
 
-The weights are used where they lie: a runner is a table of pointers into the version's tensors, which it keeps alive. Of
-a model so small that the caches hold it, the matrices are kept as the kernels want them: with few rows, turning them at
-each step would take longer than multiplying.
+The weights are used where they lie: a runner is a table of pointers into the version's tensors, which it keeps alive.
+Of a model so small that the caches hold it, the matrices are kept as the kernels want them: with few rows, turning them
+at each step would take longer than multiplying.
 Cosines and sines come from the module's own rotary embedding, so every way of scaling them that does not depend on
 the length of a request is covered.
 """
@@ -73,6 +73,7 @@ class NativeRunner:
         assert library is not None
         self._library = library
         self._weights = named(model, tensors)
+        self.small = sum(tensor.nbytes for tensor in self._weights.values()) <= _SMALL
         self._turned: dict[str, torch.Tensor] = {}
         self._near = library.near_bytes()
         self._limit = limit
@@ -115,29 +116,30 @@ class NativeRunner:
         )
         return self._logits[: rows.logit_count]
 
-    def decode(self, batch: Batch, steps: int, threads: int, *, sampled: bool = False) -> int:
-        """At most so many decode steps for every decoding row of a batch; the tokens sampled."""
-        self._make_room(threads, batch.decoding)
+    def decode(self, batch: Batch, rows: npt.NDArray[np.int64], steps: int, threads: int) -> int:
+        """At most so many decode steps for each of these rows of a batch; the tokens sampled."""
+        self._make_room(threads, len(rows))
+        chosen = rows.astype(np.int32)
         settings = {name: getattr(batch.settings, name).ctypes.data for name in Settings.COLUMNS}
         columns = {name: getattr(batch, name).ctypes.data for name in _COLUMNS}
         given = binding.Stretch(
-            rows=batch.decoding,
+            rows=len(rows),
             steps=steps,
             width=batch.history.shape[1],
             stop_ids=batch.stops.shape[1],
             table_stride=batch.rows.table.shape[1],
             vocab=self._model.vocab,
-            sampled=int(sampled),
+            chosen=chosen.ctypes.data,
             table=batch.rows.table.ctypes.data,
             logits=self._logits.data_ptr(),
-            near=threads * self._near if self._model.turned else 1 << 62,
+            near=threads * self._near if self.small else 1 << 62,
             **columns,
             **settings,
         )
-        count: int = self._library.decode(
+        sampled: int = self._library.decode(
             c.byref(self._model), c.byref(self._cache), c.byref(given), self._scratch.data_ptr(), threads, self._context
         )
-        return count
+        return sampled
 
     def _make_room(self, threads: int, logits: int) -> None:
         if threads > self._threads:
@@ -159,11 +161,10 @@ class NativeRunner:
         self._tables = (cos[0].contiguous(), sin[0].contiguous())
         layers = (binding.Layer * config.num_hidden_layers)()
         sparse = type(model).__name__ in SPARSE
-        small = sum(tensor.nbytes for tensor in self._weights.values()) <= _SMALL
         for index in range(config.num_hidden_layers):
             for field, name in _places(f"model.layers.{index}.").items():
                 if name in self._weights:
-                    setattr(layers[index], field, self._pointer(name, turned=small and field in _TURNED))
+                    setattr(layers[index], field, self._pointer(name, turned=self.small and field in _TURNED))
         pointers = binding.Model(
             layers=config.num_hidden_layers,
             hidden=config.hidden_size,
@@ -177,12 +178,12 @@ class NativeRunner:
             expert_inner=getattr(config, "moe_intermediate_size", config.intermediate_size) if sparse else 0,
             norm_topk=int(getattr(config, "norm_topk_prob", True)) if sparse else 0,
             full_qk_norm=int(type(model).__name__ == "OlmoeForCausalLM"),
-            turned=int(small),
+            turned=int(self.small),
             eps=config.rms_norm_eps,
             scale=head_dim**-0.5,
             embed=self._pointer("model.embed_tokens.weight"),
             norm=self._pointer("model.norm.weight"),
-            head=self._pointer("lm_head.weight", turned=small),
+            head=self._pointer("lm_head.weight", turned=self.small),
             cos=self._tables[0].data_ptr(),
             sin=self._tables[1].data_ptr(),
             layer=layers,

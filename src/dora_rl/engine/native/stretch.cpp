@@ -17,7 +17,7 @@ extern "C" void forward(const Model* model, const Cache* cache, const Rows* rows
 
 struct Stretch {
     int32_t rows, steps, width, stop_ids, table_stride, vocab;
-    int32_t sampled;         // the rows' tokens were sampled just now, so some rows may have ended
+    const int32_t* chosen;   // [rows] who takes part; the other arrays hold those too that do not
     int64_t* token;          // [rows] the one token left to compute
     int32_t *position, *fill;  // [rows]
     const int32_t* last;     // [rows] position of the last token that fits
@@ -48,9 +48,9 @@ struct Running {
     std::vector<uint64_t> seed, trajectory, place;
 
     Running(const Stretch& s, int first, int end) : drawn(end - first), logprob(end - first), model_logprob(end - first) {
-        for (int r = first; r < end; r++) {
-            if (s.sampled && ends(s, r)) continue;
-            logit_row.push_back(int32_t(token.size()));
+        for (int i = first; i < end; i++) {
+            const int r = s.chosen[i];
+            logit_row.push_back(i - first);
             token.push_back(s.token[r]);
             position.push_back(s.position[r]);
             sequence.push_back(r);
@@ -135,8 +135,8 @@ extern "C" int64_t decode(const Model* model, const Cache* cache, const Stretch*
     int64_t sampled = 0;
     for (int first = 0, end = 0; first < s.rows; first = end) {
         int64_t bytes = 0;
-        do bytes += token * s.position[end++];
-        while (end < s.rows && (s.steps == 1 || bytes + token * s.position[end] <= s.near));
+        do bytes += token * s.position[s.chosen[end++]];
+        while (end < s.rows && (s.steps == 1 || bytes + token * s.position[s.chosen[end]] <= s.near));
         sampled += decode_group(model, cache, s, first, end, scratch, threads, context);
     }
     return sampled;
