@@ -31,7 +31,7 @@ from dora_rl.sim.instance import SimInstance
 from dora_rl.sim.run import Meter, Result, Variant
 from dora_rl.sim.workload import Source
 
-MODESTY = 5
+MODESTY = 15
 """Levels by which an instance is nicer than the trainer: `runtime.instance`, which would bring torch here."""
 _WEIGHT = 1.25**-MODESTY
 """Of an instance, if the trainer's is 1."""

@@ -1,6 +1,6 @@
 """How much of what `dora` gains on agents hangs on the size of a step: `sync` and `dora` over groups a step, once each.
 
-    python -m benchmarks.sizes [--groups 16,32,64] [--steps 12]
+    python -m benchmarks.sizes [--groups 16,32,48,96] [--steps 12]
 
 With few groups there is little to compute while tools are waited for: the gain is large, and instances idle all the
 same. With many, computing takes as long as the tools do: instances are busy, and there is less waiting to remove.
@@ -28,7 +28,7 @@ _COLUMNS = ("groups a step", "sync tokens/s", "dora tokens/s", "of sync", "occup
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--groups", default="16,32,64")
+    parser.add_argument("--groups", default="16,32,48,96")
     parser.add_argument("--steps", type=int, default=12)
     given = parser.parse_args()
     sizes = [int(groups) for groups in given.groups.split(",")]

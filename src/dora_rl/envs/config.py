@@ -55,11 +55,20 @@ class RewardConfig(Config):
     """One answer's verdict is `failed` if it takes longer."""
     workers: int = Field(default=1, ge=1)
     """Processes that judge at once."""
+    at_once: int = Field(default=1, ge=1)
+    """Answers that each of the workers judges at a time, in threads: more than 1 for functions that wait for other
+    machines, or are async. Signals work only with 1, and so does `math`, which uses them."""
 
     @model_validator(mode="after")
     def _one_weight_each(self) -> Self:
         if self.weights is not None and len(self.weights) != len(self.functions):
             raise ValueError(f"weights has {len(self.weights)} entries for {len(self.functions)} functions")
+        return self
+
+    @model_validator(mode="after")
+    def _signals_work(self) -> Self:
+        if self.at_once > 1 and "math" in self.functions:
+            raise ValueError("at_once must be 1 with the function 'math', which uses signals; raise workers instead")
         return self
 
 

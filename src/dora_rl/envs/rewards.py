@@ -25,7 +25,7 @@ from dora_rl.envs.builtins import NAMES, builtin
 from dora_rl.envs.config import RewardConfig
 from dora_rl.envs.data import Problem
 from dora_rl.envs.importing import named_object, one_line
-from dora_rl.envs.loop import Loop
+from dora_rl.envs.loop import Loop, SharedLoop
 from dora_rl.envs.shapes import Answer, Shaped, shaped
 
 
@@ -59,7 +59,7 @@ class Judge:
     def __init__(self, reward: RewardConfig, folder: Path) -> None:
         self._functions = _resolve(reward, folder)
         self._weights = reward.weights or [1.0] * len(self._functions)
-        self._loop = Loop()
+        self._loop = Loop() if reward.at_once == 1 else SharedLoop()
 
     def score(self, problem: Problem, completion: str, completion_ids: tuple[int, ...] = ()) -> Verdict:
         """The verdict on one completion."""

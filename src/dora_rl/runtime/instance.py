@@ -33,7 +33,7 @@ from dora_rl.runtime.heart import beat
 
 _GATHER = 0.03
 """Seconds for which reports are gathered when nothing hangs on them."""
-_MODESTY = 5
+_MODESTY = 15
 """Added to the niceness of the process."""
 _NAP = 0.002
 """Seconds between two looks at a slot that is loading."""

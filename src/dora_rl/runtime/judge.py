@@ -1,14 +1,17 @@
 """A judge in a process of its own: rewards and environments may hang, crash or print; here that harms nobody.
 
-Rewards and verdicts are made in the main thread, one after the other, since they may use signals. With
-`environment.at_once` above 1 environments are asked in threads of their own: each session by one thread at a time.
+Rewards and verdicts are made in the main thread, one after the other, since they may use signals. With `reward.at_once`
+above 1 rewards are made in threads; with `environment.at_once` above 1 environments are asked in threads: each session
+by one thread at a time.
 """
 
 from __future__ import annotations
 
 import os
 import traceback
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from dora_rl.core.nouns import TrajectoryId
@@ -25,8 +28,8 @@ def serve(start: m.Start, channel: Channel[m.ToProcess], messages: list[m.ToProc
     config, base = parse(start.config), Path(start.base)
     judge = Judge(config.reward, base)
     plays = _Plays(config, base, judge) if config.environment.kind is not None else None
-    at_once = config.environment.at_once
-    pool = ThreadPoolExecutor(at_once) if plays is not None and at_once > 1 else None
+    at_once = config.reward.at_once if plays is None else config.environment.at_once
+    pool = ThreadPoolExecutor(at_once) if at_once > 1 else None
     channel.send(m.Ready())
     while True:
         for message in messages:
@@ -34,16 +37,16 @@ def serve(start: m.Start, channel: Channel[m.ToProcess], messages: list[m.ToProc
                 case m.Stop():
                     return
                 case m.Judge():
-                    verdict = judge.score(message.problem, message.completion, message.tokens)
-                    channel.send(
-                        m.Judged(item=message.item, reward=verdict.reward, parts=verdict.parts, failed=verdict.failed)
-                    )
+                    if pool is None or plays is not None:
+                        channel.send(_judged(judge, message))
+                    else:
+                        pool.submit(_apart, partial(_judged, judge, message), channel)
                 case m.Play():
                     assert plays is not None
                     if pool is None or message.finish:
                         channel.send(plays.play(message))
                     else:
-                        pool.submit(_play_apart, plays, message, channel)
+                        pool.submit(_apart, partial(plays.play, message), channel)
                 case m.Drop(session=session):
                     assert plays is not None
                     plays.drop(session)
@@ -55,10 +58,15 @@ def serve(start: m.Start, channel: Channel[m.ToProcess], messages: list[m.ToProc
         messages = channel.receive()
 
 
-def _play_apart(plays: _Plays, message: m.Play, channel: Channel[m.ToProcess]) -> None:
-    """In a thread. What is wrong with us, and not with the environment, ends the process, as in the main thread."""
+def _judged(judge: Judge, message: m.Judge) -> m.Judged:
+    verdict = judge.score(message.problem, message.completion, message.tokens)
+    return m.Judged(item=message.item, reward=verdict.reward, parts=verdict.parts, failed=verdict.failed)
+
+
+def _apart(reply: Callable[[], m.Played | m.Judged], channel: Channel[m.ToProcess]) -> None:
+    """In a thread. What is wrong with us, and not with the user's code, ends the process, as in the main thread."""
     try:
-        channel.send(plays.play(message))
+        channel.send(reply())
     except BaseException:
         traceback.print_exc()
         os._exit(1)

@@ -71,7 +71,7 @@ class ProcessWorld:
         """Set from a signal handler: end, with everything kept."""
         self._origin = origin
         self._clock = clock
-        at_once = 1 if config.environment.kind is None else config.environment.at_once
+        at_once = config.reward.at_once if config.environment.kind is None else config.environment.at_once
         self._parts = Parts(
             config=config,
             books=books,
