@@ -1,8 +1,8 @@
 """Running a model of the Llama family, dense or mixture-of-experts, by the compiled kernels.
 
 The weights are used where they lie: a runner is a table of pointers into the version's tensors, which it keeps alive.
-Of a model so small that the caches hold it, the matrices are kept as the kernels want them: with few rows, turning them
-at each step would take longer than multiplying.
+Of a model so small that half of a core's own cache holds it, the matrices are kept as the kernels want them: with few
+rows, turning them at each step would take longer than multiplying.
 Cosines and sines come from the module's own rotary embedding, so every way of scaling them that does not depend on
 the length of a request is covered.
 """
@@ -31,8 +31,6 @@ DENSE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3For
 SPARSE = ("MixtralForCausalLM", "OlmoeForCausalLM", "Qwen3MoeForCausalLM")
 _COLUMNS = ("token", "position", "fill", "last", "place", "stops", "history", "logprobs", "model_logprobs")
 _TURNED = ("q", "k", "v", "o", "gate", "up", "down")
-_SMALL = 1 << 23
-"""Bytes of weights up to which a model is small."""
 HEAD_VECTORS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 32)  # sizes of a head, in vectors, that attention is compiled for
 
 
@@ -73,9 +71,9 @@ class NativeRunner:
         assert library is not None
         self._library = library
         self._weights = named(model, tensors)
-        self.small = sum(tensor.nbytes for tensor in self._weights.values()) <= _SMALL
-        self._turned: dict[str, torch.Tensor] = {}
         self._near = library.near_bytes()
+        self.small = sum(tensor.nbytes for tensor in self._weights.values()) <= self._near
+        self._turned: dict[str, torch.Tensor] = {}
         self._limit = limit
         self._context = context
         self._layers, self._model = self._point(model, context)

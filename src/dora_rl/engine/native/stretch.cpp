@@ -118,7 +118,7 @@ static int64_t decode_group(const Model* model, const Cache* cache, const Stretc
     return sampled;
 }
 
-// Bytes of KV that stay in a core's own cache, beside the weights of a small model: half of it, by measurement.
+// Half of a core's own cache, for the weights of a small model; the other half is for the KV of a group.
 extern "C" int64_t near_bytes() {
     long size = -1;
 #if defined(_SC_LEVEL2_CACHE_SIZE)
