@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 
@@ -14,26 +13,28 @@ from dora_rl.models.loading import load
 from dora_rl.models.sources import MemoryWeights
 from dora_rl.runtime.config import RunConfig
 
-CALLS = 10
-"""Of the engine in one measurement."""
+ROUNDS = 16
+"""Tokens of each request in one measurement."""
 BATCHES = (8, 24, 64)
 """Of which one uses a core best: small ones keep their KV in its caches, large ones use its weights more often."""
+SHARES = (0.25, 0.5, 1.0)
+"""Of the context that is asked for: where it is measured."""
 
 
 def peak_rate(config: RunConfig, context: float) -> float:
     """Best tokens/s of an engine with one thread, over sizes of its batch, at this context of its requests on average.
 
-    Contexts grow while they are measured, so each size is measured at two, and the context asked for lies on the line
+    Contexts grow while they are measured, so each size is measured at several, and the one asked for lies on the line
     through them.
     """
-    contexts = (max(1, round(context / 2)), max(2, round(context)))
+    contexts = tuple(max(1, round(context * share)) for share in SHARES)
     points = decode_points(config, 1, BATCHES, contexts)
     spare = config.rollout.engine.block_size / 2  # of a request's last block, on average
     best = 0.0
     for batch in BATCHES:
-        (tokens, seconds), (more, longer) = (points[batch, one] for one in contexts)
-        wanted = batch * (context + spare)
-        best = max(best, batch / (seconds + (longer - seconds) * (wanted - tokens) / (more - tokens)))
+        held, seconds = zip(*(points[batch, one] for one in contexts), strict=True)
+        slope, base = np.polyfit(held, seconds, 1)
+        best = max(best, batch / float(base + slope * batch * (context + spare)))
     return best
 
 
@@ -59,7 +60,7 @@ def clock_of(threads: int) -> Callable[[], float]:
 def decode_points(
     config: RunConfig, threads: int, batches: Sequence[int], contexts: Sequence[int]
 ) -> dict[tuple[int, int], tuple[int, float]]:
-    """By batch and context: tokens of context in all, halfway, and median seconds of a step."""
+    """By batch and context: tokens of context in all, halfway, and seconds for a token of every request."""
     engine, clock = make_engine(config, threads), clock_of(threads)
     points: dict[tuple[int, int], tuple[int, float]] = {}
     number = 0
@@ -71,12 +72,12 @@ def decode_points(
                 number += 1
             while not all_decode(engine, batch):
                 pass
-            took, before = [], engine.progress().kv_tokens
-            for _ in range(CALLS):  # a call may be several decode steps
-                decoded, begin = engine.stats.decoded, clock()
-                engine.step()
-                took.append((clock() - begin) * batch / (engine.stats.decoded - decoded))
-            points[batch, context] = (before + engine.progress().kv_tokens) // 2, statistics.median(took)
+            _decoded(engine, batch, 2)  # to know its pace again
+            before, begin = engine.progress().kv_tokens, clock()
+            sampled = _decoded(engine, batch, ROUNDS)
+            took = clock() - begin
+            points[batch, context] = (before + engine.progress().kv_tokens) // 2, took * batch / sampled
+            assert engine.slots[0].batch.decoding == batch, "a request ended while it was measured"
             for trajectory in range(number - batch, number):
                 engine.abort(trajectory, 0)
             engine.step()
@@ -84,7 +85,15 @@ def decode_points(
 
 
 def all_decode(engine: Engine, batch: int) -> bool:
-    """Every request of the batch got a token in the step just made."""
-    before = engine.stats.decoded
+    """After one more step, every request of the batch decodes. Those that do already take their time."""
+    engine.slots[0].pace = 1 << 40
     engine.step()
-    return engine.stats.decoded - before >= batch
+    return engine.slots[0].batch.decoding >= batch
+
+
+def _decoded(engine: Engine, batch: int, rounds: int) -> int:
+    """Steps until so many tokens a request were sampled; how many it were in all."""
+    before = engine.stats.decoded
+    while engine.stats.decoded - before < batch * rounds:
+        engine.step()
+    return engine.stats.decoded - before

@@ -13,6 +13,7 @@ each by itself, over the cores.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import time
@@ -24,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.decode import peak_rate
-from benchmarks.report import Target, at_least, at_most, publish
+from benchmarks.report import RESULTS, Target, at_least, at_most, publish
 from benchmarks.running import Figures, run
 from dora_rl.apps.train import read_config
 
@@ -43,27 +44,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--jobs", default="chains,agents")
+    parser.add_argument("--bound", action="store_true", help="measure the bound anew, for the runs on record")
     arguments = parser.parse_args()
     jobs = arguments.jobs.split(",")
     targets: list[Target] = []
     figures: dict[str, Any] = {"cores": os.cpu_count(), "peak tokens/s of a core": {}}
     left = len(jobs) * arguments.repeats * len(MODES)
     for job in jobs:
-        repeats: list[dict[str, Figures]] = []
-        for repeat in range(arguments.repeats):
-            # Another order each time, so that a drift of the machine favours nobody.
-            order = list(MODES)[repeat:] + list(MODES)[:repeat]
-            found: dict[str, Figures] = {}
-            for mode in order:
-                begin = time.monotonic()
-                found[mode] = run(JOBS / f"{job}.toml", **MODES[mode])
-                left -= 1
-                seconds = time.monotonic() - begin
-                _console.print(
-                    f"{job} {repeat + 1}/{arguments.repeats} {mode}: {found[mode].tokens_per_second:,.0f} tokens/s "
-                    f"({seconds:.0f} s, about {left * seconds / 60:.0f} min left)"
-                )
-            repeats.append(found)
+        if arguments.bound:
+            repeats = _on_record(job)
+        else:
+            repeats = _runs(job, arguments.repeats, left)
+            left -= arguments.repeats * len(MODES)
         context = repeats[0]["sync"].context
         peak = peak_rate(read_config(JOBS / f"{job}.toml", []), context)
         figures["peak tokens/s of a core"][job] = peak
@@ -77,6 +69,31 @@ def main() -> None:
         for name, value in figures["bounds"][job].items():
             _console.print(f"{job}: {name}: {value:.3f}")
     publish("run", targets, figures)
+
+
+def _runs(job: str, count: int, left: int) -> list[dict[str, Figures]]:
+    """All modes, so many times; `left` is how many runs there are to do in all, for those who wait."""
+    repeats: list[dict[str, Figures]] = []
+    for repeat in range(count):
+        # Another order each time, so that a drift of the machine favours nobody.
+        order = list(MODES)[repeat:] + list(MODES)[:repeat]
+        found: dict[str, Figures] = {}
+        for mode in order:
+            begin = time.monotonic()
+            found[mode] = run(JOBS / f"{job}.toml", **MODES[mode])
+            left -= 1
+            seconds = time.monotonic() - begin
+            _console.print(
+                f"{job} {repeat + 1}/{count} {mode}: {found[mode].tokens_per_second:,.0f} tokens/s "
+                f"({seconds:.0f} s, about {left * seconds / 60:.0f} min left)"
+            )
+        repeats.append(found)
+    return repeats
+
+
+def _on_record(job: str) -> list[dict[str, Figures]]:
+    recorded = json.loads((RESULTS / "run.json").read_text())[job]
+    return [{mode: Figures(**figures) for mode, figures in found.items()} for found in recorded]
 
 
 def _targets(job: str, repeats: list[dict[str, Figures]], peak: float) -> list[Target]:

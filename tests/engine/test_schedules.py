@@ -174,3 +174,25 @@ def test_steps_that_follow_a_prompt_and_groups_of_rows_change_nothing(seed: int)
         listener.hear(engine.step())
         engine.check()
     assert listener.said == expected
+
+
+def test_rows_take_turns_and_nobody_waits_for_ever() -> None:
+    """Where there is time for one row only, it is the one that waited longest; who comes is served at once."""
+    engine = tiny.engine(tiny.model("llama"), stretch=4, max_requests=8, max_context=200)
+
+    def served() -> set[int]:
+        before = engine.progress().tokens
+        engine.slots[0].pace = 1 << 40
+        engine.step()
+        after = engine.progress().tokens
+        return {number for number in after if after[number] != before.get(number, 0)}
+
+    for number in range(5):
+        engine.submit(Request(trajectory=number, version=0, prompt=(5, 6, 7), sampling=Sampling(max_tokens=150)))
+    while engine.slots[0].batch.decoding < 5:
+        served()
+    for _ in range(3):
+        assert sorted(number for _ in range(5) for number in served()) == [0, 1, 2, 3, 4]
+    engine.submit(Request(trajectory=5, version=0, prompt=(8, 9), sampling=Sampling(max_tokens=150)))
+    assert served() == {5}
+    assert sorted(number for _ in range(5) for number in served()) == [0, 1, 2, 3, 4]
