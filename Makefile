@@ -113,7 +113,7 @@ bench-run: setup      ## whole runs in all modes on two jobs: speed, occupancy, 
 bench-sizes: setup    ## sync and dora on agents over the size of a step: what the gain hangs on (about 5 minutes)
 	$(BIN)/python -m benchmarks.sizes
 
-bench-learning: setup ## held-out accuracy against steps and seconds in all modes, five seeds (about 40 minutes)
+bench-learning: setup ## held-out accuracy against steps and seconds in all modes, on the quickstart and with a slow verifier, five seeds (about 30 minutes)
 	$(BIN)/python -m benchmarks.learning --seeds $(or $(SEEDS),5)
 
 bench-cluster: .venv/.ray  ## the Ray runtime against the local one on one machine, its costs, and what they mean for larger clusters

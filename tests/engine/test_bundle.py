@@ -129,11 +129,15 @@ def test_a_bundle_cut_off_is_told(cut: int) -> None:
         tiny.engine(tiny.model("llama")).import_(Bundle.from_bytes(data[:cut]), 0)
 
 
-def test_what_a_killed_process_left_behind_is_swept() -> None:
-    program = f"import os; print(os.getpid()); open(f'/dev/shm/{PREFIX}{{os.getpid()}}-x', 'w')"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    left = Path("/dev/shm") / f"{PREFIX}{done.stdout.strip()}-x"
-    assert left.exists()
+def test_what_a_killed_process_left_behind_is_swept_and_nothing_of_a_living_one() -> None:
+    """Others may sweep at the same time: what is theirs to take is what is dead."""
+    program = f"import os; open(f'/dev/shm/{PREFIX}{{os.getpid()}}-x', 'w'); print(os.getpid(), flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        left = Path("/dev/shm") / f"{PREFIX}{process.stdout.readline().decode().strip()}-x"
+        Segments()
+        assert left.exists()
+        process.kill()
     Segments()
     assert not left.exists()
 
