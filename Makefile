@@ -4,8 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help setup format test test-ray test-vllm lint types check soak chaos fuzz soak-run quickstart smollm2 warm-start clean \
-	bench bench-quick bench-control bench-engine bench-trainer bench-run bench-sizes bench-learning bench-cluster chaos-ray paper-table
+.PHONY: help setup format test test-portability test-ray test-vllm test-models lint types check soak chaos fuzz soak-run quickstart smollm2 warm-start clean \
+	bench bench-quick bench-control bench-engine bench-trainer bench-probe bench-run bench-sizes bench-load bench-learning bench-cluster chaos-ray paper-table
 .DEFAULT_GOAL := help
 
 help:            ## list the targets
@@ -19,8 +19,16 @@ $(STAMP): pyproject.toml constraints.txt
 
 setup: $(STAMP)  ## create .venv with everything that development needs
 
-test: setup      ## run the tests, but for those of test-ray and test-vllm
-	$(BIN)/python -m pytest -n auto --reruns 2
+test: setup      ## run the tests, but for those of test-ray, test-vllm and test-models
+	$(BIN)/python -m pytest -n auto
+
+test-portability: setup  ## run the tests of the kernels with g++, clang++ and for ARM under qemu (some minutes)
+	@for tool in g++ clang++ aarch64-linux-gnu-g++ qemu-aarch64; do command -v $$tool > /dev/null || { \
+		echo "$$tool is missing: install the Debian packages g++, clang, g++-aarch64-linux-gnu and qemu-user."; exit 1; }; done
+	$(BIN)/python -m pytest -n auto -m "" tests/engine/test_portability.py tests/engine/test_product.py
+
+test-models: setup  ## build every causal LM of transformers tiny and verify that rollout and training are exact or refuse it (some minutes)
+	$(BIN)/python -m tests.models.table --check
 
 lint: setup      ## check format and lint
 	$(BIN)/ruff format --check src tests benchmarks examples
@@ -95,7 +103,7 @@ bench-engine: setup .venv-vllm/.installed  ## the engine against generate and vL
 .venv-vllm/.tested: .venv-vllm/.installed pyproject.toml
 	.venv-vllm/bin/python -m pip freeze | grep -E '^(transformers|tokenizers|numpy|huggingface.hub)==' > .venv-vllm/kept.txt
 	.venv-vllm/bin/python -m pip install --quiet --constraint constraints.txt --constraint .venv-vllm/kept.txt \
-		--editable '.[train,tasks]' pytest pytest-timeout
+		--editable '.[train,tasks]' hypothesis pytest pytest-timeout
 	@touch $@
 
 test-vllm: .venv-vllm/.tested  ## run the tests of vLLM on the CPU, in an environment of its own (3.4 GB, about 5 minutes)
@@ -107,11 +115,17 @@ paper-table: setup    ## calibrate on the synchronous rows, then predict the oth
 bench-trainer: setup  ## the update of a step against TRL's on one batch, and the time from published to served
 	$(BIN)/python -m benchmarks.trainer
 
+bench-probe: setup    ## what the behaviour probe costs for each load, and which changes of weights it notices (a minute)
+	$(BIN)/python -m benchmarks.probe
+
 bench-run: setup      ## whole runs in all modes on two jobs: speed, occupancy, distance to the lower bound (about 20 minutes)
 	$(BIN)/python -m benchmarks.run --repeats $(or $(REPEATS),3)
 
 bench-sizes: setup    ## sync and dora on agents over the size of a step: what the gain hangs on (about 5 minutes)
 	$(BIN)/python -m benchmarks.sizes
+
+bench-load: setup     ## step times of sync and dora with 0, 2 and 4 busy processes beside them (about 6 minutes)
+	$(BIN)/python -m benchmarks.load
 
 bench-learning: setup ## held-out accuracy against steps and seconds in all modes, on the quickstart and with a slow verifier, five seeds (about 30 minutes)
 	$(BIN)/python -m benchmarks.learning --seeds $(or $(SEEDS),5)

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from dora_rl.apps.evaluate import Asked, respond, summary
-from dora_rl.apps.train import assignments, read_config
+from dora_rl.apps.settings import split
+from dora_rl.apps.train import read_config
+from dora_rl.runtime.config import RunConfig
 
 
 def accuracy(config_file: Path, models: list[str], settings: list[str]) -> dict[str, dict[str, Any]]:
@@ -31,8 +33,8 @@ def accuracy(config_file: Path, models: list[str], settings: list[str]) -> dict[
 
 def main() -> None:
     given = sys.argv[1:]
-    options = next((place for place, one in enumerate(given) if one.startswith("--")), len(given))
-    result = accuracy(Path(given[0]), given[1:options], assignments(given[options:]))
+    (config_file, *models), settings = split(given, {}, RunConfig)
+    result = accuracy(Path(config_file), models, settings)
     print("ACCURACY " + json.dumps(result), flush=True)
 
 

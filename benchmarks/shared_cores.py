@@ -5,7 +5,7 @@ so this world slows them down by what the operating system gives them, and nothi
 the instances' batching and the trainer are those of `dora_rl.sim`.
 
 - The supervisor takes what the tokens that are being said cost it.
-- What is left is shared by weight, as Linux does it: instances are nicer than the trainer (`runtime.instance`), and a
+- What is left is shared by weight, as Linux does it: instances are nicer than the trainer (`runtime.threads`), and a
   level of niceness is worth a factor of 1.25. Nobody gets more cores than it has threads.
 - Threads are given out as the runtime does (`runtime.threads.share`); what more threads are worth is measured.
 - A call of the trainer keeps the speed with which it began.
@@ -24,17 +24,13 @@ from dora_rl.core import events as e
 from dora_rl.core.labels import Label
 from dora_rl.core.nouns import DecodeCost, InstanceSpec, Nanoseconds
 from dora_rl.core.ports import drive
-from dora_rl.runtime.threads import share
+from dora_rl.runtime.threads import niceness, share
 from dora_rl.sim.config import SimConfig
 from dora_rl.sim.costs import Costs
 from dora_rl.sim.instance import SimInstance
 from dora_rl.sim.run import Meter, Result, Variant
 from dora_rl.sim.workload import Source
 
-MODESTY = 15
-"""Levels by which an instance is nicer than the trainer: `runtime.instance`, which would bring torch here."""
-_WEIGHT = 1.25**-MODESTY
-"""Of an instance, if the trainer's is 1."""
 _ROUNDS = 8
 _NEVER = dict.fromkeys(("load", "move", "score", "tool", "heartbeat", "progress", "train", "stall"), 1e7)
 """Nothing fails here."""
@@ -124,6 +120,9 @@ class SharedCores(Meter):
     def __init__(self, config: SimConfig, measured: Measured, cores: int) -> None:
         self._cores = cores
         self._overlap = config.control.mode != "sync"
+        nicer = niceness(cores, config.devices - (config.trainer_devices or 0), overlap=self._overlap)
+        self._weight = 1.25**-nicer
+        """Of an instance, if the trainer's is 1."""
         self._measured = measured
         super().__init__(config, "disaggregated", keep_segments=False, progress=None)
         self.costs = MeasuredCosts(config, measured, self)
@@ -166,7 +165,7 @@ class SharedCores(Meter):
         for _ in range(_ROUNDS):  # what the supervisor takes depends on what it leaves
             left = self._cores - min(1.0, said * each)
             if training:
-                weighed = left / (1 + _WEIGHT * len(working))
+                weighed = left / (1 + self._weight * len(working))
                 trainer = min(threads.trainer, max(weighed, left - threads.instance * len(working)))
             each = min(threads.instance, (left - trainer) / max(1, len(working)))
         return (

@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks import bench, page, progress, shared_cores
+from benchmarks import bench, page, progress
 from benchmarks.compare import NOISE, Spread, compare, noise
 from benchmarks.machine import describe
 from benchmarks.scale import exponent
 from benchmarks.shared_cores import Measured, predict, sim_config
 from benchmarks.training import clear_rise, seconds_to
-
-from dora_rl.runtime import instance
 
 COSTS = Measured(
     step_base=1e-3,
@@ -57,10 +55,6 @@ def test_processes_that_share_cores_are_slower_and_enough_cores_change_nothing(t
     two, five, forty = (predicted(tmp_path, cores) for cores in (2, 5, 40))
     assert two < 0.8 * five
     assert forty == pytest.approx(five)
-
-
-def test_instances_are_as_nice_as_in_a_run() -> None:
-    assert shared_cores.MODESTY == instance._MODESTY
 
 
 def test_a_prediction_is_the_same_each_time(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def run(*arguments: str | Path, columns: int = 160) -> subprocess.CompletedProce
         [sys.executable, "-m", "dora_rl.apps.cli", *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         env={"COLUMNS": str(columns), "PATH": ""},
     )
 
@@ -168,7 +168,7 @@ def test_a_missing_ray_is_said_with_its_install_line_before_anything_begins(tmp_
     program = (
         f"import sys; sys.modules['ray'] = None; from dora_rl.apps.cli import main; sys.argv = {arguments!r}; main()"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
     assert done.returncode == 2, done.stderr
     assert "pip install 'dora-rl[ray]'" in done.stderr
     assert not out.exists()

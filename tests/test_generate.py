@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def dora(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "dora_rl.apps.cli", "generate", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 
 def test_writes_what_the_model_says(folder: Path, tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_a_missing_model_is_one_sentence(tmp_path: Path) -> None:
 
 def test_help_needs_no_torch() -> None:
     program = "import sys; sys.modules['torch'] = None; from dora_rl.apps.cli import app; app(['generate', '--help'])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert "--prompts" in done.stdout
 

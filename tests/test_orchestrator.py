@@ -16,6 +16,7 @@ from dora_rl.core import events as e
 from dora_rl.core.errors import ConfigError, IntegrityError, UserError
 from dora_rl.core.labels import Because
 from dora_rl.core.nouns import SECOND, DecodeCost, InstanceSpec, Prompt, SlotId
+from dora_rl.core.probe import ProbeResult
 from dora_rl.sim.fakes import fingerprint
 from tests.schedules import run_schedule
 
@@ -62,6 +63,37 @@ def test_a_slot_that_serves_other_weights_stops_the_run() -> None:
     orchestrator.step(e.InstanceJoined(spec=InstanceSpec(instance="b", max_requests=4, kv_tokens=10_000)), 1)
     with pytest.raises(IntegrityError, match="published was"):
         orchestrator.step(e.SlotLoaded(slot=SlotId("b", 0), version=0, fingerprint="old weights"), 2)
+
+
+def probed(digest: str) -> e.SlotLoaded:
+    result = ProbeResult(digest=digest, difference=1e-6, tolerance=1e-3)
+    return e.SlotLoaded(slot=SlotId("a", 0), version=0, fingerprint=fingerprint(0), probe=result)
+
+
+def test_a_slot_that_was_not_compared_with_the_published_probe_stops_the_run() -> None:
+    def load(event: e.SlotLoaded) -> None:
+        orchestrator = Orchestrator(CONFIG)
+        orchestrator.step(e.InstanceJoined(spec=InstanceSpec(instance="a", max_requests=4, kv_tokens=10_000)), 0)
+        orchestrator.step(e.TrainerReady(version=0), 0)
+        orchestrator.step(e.Published(version=0, attempt=1, fingerprint=fingerprint(0), probe="abc"), 0)
+        orchestrator.step(event, 1)
+
+    load(probed("abc"))
+    with pytest.raises(IntegrityError, match="abc was, other was compared with"):
+        load(probed("other"))
+    with pytest.raises(IntegrityError, match="abc was, none was compared with"):
+        load(e.SlotLoaded(slot=SlotId("a", 0), version=0, fingerprint=fingerprint(0)))
+
+
+def test_a_slot_that_computes_something_else_is_loaded_again_and_then_stops_the_run() -> None:
+    orchestrator = started()
+    orchestrator.step(e.InstanceJoined(spec=InstanceSpec(instance="b", max_requests=4, kv_tokens=10_000)), 1)
+    failed = e.SlotLoadFailed(slot=SlotId("b", 0), version=0, reason="it differs by 0.3", differs=True)
+    for now in (2, 3):
+        commands = orchestrator.step(failed, now)
+        assert any(isinstance(one, c.LoadVersion) and one.slot == failed.slot for one in commands)
+    with pytest.raises(IntegrityError, match=r"it differs by 0.3 \(in 3 loads in a row\)"):
+        orchestrator.step(failed, 4)
 
 
 def test_a_trainer_that_comes_back_from_nowhere_is_refused() -> None:

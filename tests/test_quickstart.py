@@ -17,6 +17,7 @@ SETTINGS = {
     "control.steps": 14,
     "control.groups_per_step": 4,
     "control.group_size": 4,
+    "control.deadlines.heartbeat": 600.0,
     "trainer.optimiser.learning_rate": 1e-6,
     "evaluation.every": 14,
     "evaluation.data.params.count": 16,
@@ -26,7 +27,7 @@ SETTINGS = {
 
 def command(*arguments: str) -> str:
     program = [sys.executable, "-m", "dora_rl.apps.cli", *arguments]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(program, capture_output=True, text=True, timeout=1000, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from dora_rl.apps.train import go_on
 from dora_rl.runtime.folder import RunFolder
+from dora_rl.runtime.trial import _COMPLETION
 from tests.trainer.making import llama
 
 STEPS = 5
@@ -30,9 +31,10 @@ CONFIG = f"""
 path = "MODEL"
 [data]
 source = "problems.jsonl"
-held_out = 6
 [reward]
 functions = ["reward.py:reward"]
+at_once = 64
+timeout_seconds = 600.0
 [control]
 mode = "dora"
 max_staleness = 2
@@ -40,6 +42,7 @@ groups_per_step = 2
 group_size = 2
 steps = {STEPS}
 max_response_tokens = 24
+deadlines = {{ heartbeat = 600.0, score = 600.0 }}
 [rollout]
 instances = 2
 [rollout.engine]
@@ -52,13 +55,31 @@ kernels = "torch"
 every = 5
 samples = 2
 right = 0.5
+data = {{ source = "held_out.jsonl" }}
 [logging]
 tensorboard = false
 """
 
+# Until the run was interrupted, rewards come for the groups of one step and no more, so that the interrupt never falls
+# into a step: the figures of one that was trained and not yet published are lost with its supervisor. Held-out prompts,
+# which begin with another word, never wait.
 REWARD = """
-def reward(completion, **_):
-    if "two two" in completion:
+import pathlib, threading, time
+
+HERE = pathlib.Path(__file__).parent
+first, lock = set(), threading.Lock()
+
+def interrupted():
+    return (HERE / "interrupted").exists()
+
+def reward(prompt, completion, **_):
+    if completion != TRIAL and prompt.startswith("one") and not interrupted():
+        with lock:
+            if len(first) < 2:
+                first.add(prompt)
+        while prompt not in first and not interrupted():
+            time.sleep(0.01)
+    if "two two" in completion and interrupted():
         raise ValueError("two [bold] twos")
     return completion.count("one") / max(1, len(completion.split()))
 """
@@ -100,7 +121,9 @@ def _make(home: Path) -> None:
     llama(vocab_size=len(WORDS), eos_token_id=0).save_pretrained(home / "model")
     rows = [{"prompt": f"one {a} {b} {c}"} for a in WORDS[1:] for b in WORDS[1:] for c in WORDS[1:4]]
     (home / "problems.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (home / "reward.py").write_text(REWARD)
+    held_out = [{"prompt": f"two {a} {b}"} for a in WORDS[1:4] for b in WORDS[1:3]]
+    (home / "held_out.jsonl").write_text("\n".join(map(json.dumps, held_out)))
+    (home / "reward.py").write_text(f"TRIAL = {_COMPLETION!r}\n{REWARD}")
     (home / "run.toml").write_text(CONFIG.replace("MODEL", str(home / "model")))
     said = [*_interrupted(home), _carried_on(home)]
     (home / "done.json").write_text(json.dumps(said))
@@ -113,7 +136,7 @@ def _interrupted(home: Path) -> tuple[str, int]:
         assert process.stdout is not None
         for line in process.stdout:
             said += line
-            if line.startswith("step 1/"):
+            if line.startswith("steps done 1/"):
                 process.send_signal(signal.SIGINT)
                 (home / "interrupted").touch()
     return said, process.returncode

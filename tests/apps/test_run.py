@@ -17,7 +17,9 @@ from typer.testing import CliRunner
 from dora_rl.apps import recorded
 from dora_rl.apps.cli import app
 from dora_rl.apps.summary import summarise
+from dora_rl.apps.timeline import CAUSE_COLOURS
 from dora_rl.core.errors import UserError
+from dora_rl.core.labels import Because
 from dora_rl.runtime.folder import RunFolder
 from tests.apps.conftest import STEPS, MadeRun
 
@@ -49,9 +51,11 @@ def test_an_interrupt_keeps_everything_and_says_how_to_go_on(made_run: MadeRun) 
 
 def test_without_a_terminal_a_step_is_a_plain_line(made_run: MadeRun) -> None:
     assert "\x1b" not in made_run.interrupted
-    steps = [line for line in made_run.interrupted.splitlines() if line.startswith("step ")]
+    steps = [line for line in made_run.interrupted.splitlines() if line.startswith("steps done ")]
     assert steps
-    assert all(re.match(rf"step \d/{STEPS}  reward -?\d\.\d+  .*tokens/s .*occupancy \d+%", line) for line in steps)
+    assert all(
+        re.match(rf"steps done \d/{STEPS}  reward -?\d\.\d+  .*tokens/s .*occupancy \d+%", line) for line in steps
+    )
 
 
 def test_a_terminal_shows_a_panel_no_wider_than_it(made_run: MadeRun) -> None:
@@ -59,7 +63,7 @@ def test_a_terminal_shows_a_panel_no_wider_than_it(made_run: MadeRun) -> None:
     lines = [line.rstrip() for line in re.split(r"[\r\n]+", plain)]
     for word in ("reward", "versions", "staleness", "slots idle", "trainer"):
         assert any(line.startswith(word) for line in lines), word
-    assert any(re.match(rf"step \d/{STEPS} [━╺╸]+ starting", line) for line in lines)
+    assert any(re.match(rf"steps done \d/{STEPS} [━╺╸]+ starting", line) for line in lines)
     assert max(len(line) for line in lines if not line.startswith(("run /", "policy: ", "report: "))) <= 80
 
 
@@ -217,7 +221,7 @@ def test_eval_asks_what_the_run_would_ask(made_run: MadeRun) -> None:
     rows = (folder / "problems.jsonl").read_text().splitlines()[:4]
     (folder / "own.jsonl").write_text("\n".join(rows))
     config = folder / "own.toml"
-    config.write_text(made_run.config.read_text() + '[evaluation.data]\nsource = "own.jsonl"\n')
+    config.write_text(made_run.config.read_text().replace("held_out.jsonl", "own.jsonl"))
     out = folder / "own.json"
     done = run("eval", folder / "model", "--config", config, "--json", out)
     assert done.exit_code == 0, done.output
@@ -270,7 +274,22 @@ def test_every_metric_is_in_the_glossary(made_run: MadeRun) -> None:
         known |= {first, *others, *(first + other for other in others), *(f"{folder}/{other}" for other in others)}
     metrics = recorded.read_metrics(made_run.folder)
     names = {name for record in metrics.steps.values() for name in record} - {"step", "version", "time"}
-    names = {
-        re.sub(r"(?<=staleness_)\d+|(?<=^idle/).*", lambda it: "N" if it[0].isdigit() else "CAUSE", n) for n in names
-    }
+    assert not any(" " in name for name in names)
+    idle = {name.removeprefix("idle/") for name in names if name.startswith("idle/")}
+    assert idle <= {because.tag for because in Because}
+    for pattern, general in (
+        (r"staleness_\d+", "staleness_N"),
+        (r"^idle/.*", "idle/CAUSE"),
+        (r"^reward/.*/", "reward/NAME/"),
+    ):
+        names = {re.sub(pattern, general, name) for name in names}
     assert names - known == set()
+    causes = set(re.findall(r"^\| `([a-z_]+)` \|", text.partition("### Causes of idling")[2], re.MULTILINE))
+    assert causes == {because.tag for because in Because}
+
+
+def test_each_cause_has_a_colour_of_its_own(made_run: MadeRun) -> None:
+    assert set(CAUSE_COLOURS) == set(Because)
+    assert len(set(CAUSE_COLOURS.values())) == len(Because)
+    drawn = data_of(made_run.folder.report.read_text())["timeline"]["causes"]
+    assert drawn == {because.value: CAUSE_COLOURS[because] for because in Because}

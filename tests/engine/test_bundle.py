@@ -77,7 +77,7 @@ open(sys.argv[2], "wb").write(msgspec.json.encode([[t.trajectory, t.tokens] for 
 """
     root = Path(__file__).parents[2]
     command = [sys.executable, "-c", program, bundle.name, str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=root)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=root)
     assert done.returncode == 0, done.stderr
     # The importer has released the memory, so the next bundle is written there again; it goes with its engine.
     name = bundle.name

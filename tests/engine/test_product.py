@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from dora_rl.engine.native.build import library
 from dora_rl.engine.native.runner import in_panels
+from tests.engine.processors import runnable
 
 
 def multiply(x: torch.Tensor, w: torch.Tensor, threads: int = 1, *, turned: bool = False) -> torch.Tensor:
@@ -28,8 +23,12 @@ def multiply(x: torch.Tensor, w: torch.Tensor, threads: int = 1, *, turned: bool
     return out
 
 
+@pytest.mark.parametrize("arch", runnable())
 @pytest.mark.parametrize(("depth", "columns"), [(16, 1), (64, 8), (80, 33), (576, 96), (1536, 50)])
-def test_a_row_has_the_same_bits_in_any_company(depth: int, columns: int) -> None:
+def test_a_row_has_the_same_bits_in_any_company(
+    arch: str, depth: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DORA_RL_ARCH", arch)
     torch.manual_seed(depth)
     x, w = torch.randn(67, depth), torch.randn(columns, depth)
     alone = torch.cat([multiply(row[None], w) for row in x])
@@ -45,22 +44,3 @@ def test_weights_need_not_be_aligned() -> None:
     for shift in range(4):
         w = memory[shift : shift + 40 * 64].view(40, 64)
         assert torch.equal(multiply(x, w), multiply(x, w.clone()))
-
-
-def test_vectors_are_as_wide_as_asked_for() -> None:
-    kernels = library()
-    assert kernels is not None
-    assert kernels.vector_width() == 8 or os.environ.get("DORA_RL_ARCH") != "x86-64-v3"
-
-
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="there is one width of vectors only")
-def test_narrower_vectors_say_the_same_as_generate() -> None:
-    """A processor without AVX-512, or this one told not to use it."""
-    tests = ["tests/engine/test_same_answers.py", "tests/engine/test_product.py"]
-    chosen = "(greedy and native and 7) or any_company or as_wide"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, "-k", chosen]
-    environment = os.environ | {"DORA_RL_ARCH": "x86-64-v3"}
-    root = Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("." * 8)

@@ -69,6 +69,9 @@ class Shelf:
     def unload(self, slot: int) -> None:
         self.served.pop(slot, None)
 
+    def probe(self, slot: int) -> None:
+        """Versions are published without one."""
+
     def adapter(self, slot: int) -> Any:
         return f"v{self.served[slot]}"
 

@@ -55,7 +55,7 @@ def test_functions_are_judged_by_asserts(block: str, share: float) -> None:
 
 def test_code_that_never_ends_is_worth_what_it_passed() -> None:
     block = "n = sum(map(int, input().split()))\nwhile n == 4: time.sleep(1)\nprint(n)"
-    assert reward(PAIRS * 5, "import time\n" + block, timeout_seconds=4.0) == 0.1
+    assert reward(PAIRS * 5, "import time\n" + block, timeout_seconds=10.0) == 0.1
 
 
 def test_other_columns_of_tests_are_read_too() -> None:

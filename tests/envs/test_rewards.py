@@ -18,6 +18,7 @@ from dora_rl.core.errors import ConfigError, UserError
 from dora_rl.envs.config import RewardConfig
 from dora_rl.envs.data import Problem
 from dora_rl.envs.importing import named_object
+from dora_rl.envs.loop import SharedLoop
 from dora_rl.envs.rewards import Judge, Verdict
 from dora_rl.envs.shapes import Answer, shaped
 from tests.envs.making import CHAT, a_problem, judge, loaded, write_code
@@ -330,3 +331,13 @@ def test_whatever_is_returned_is_one_verdict_an_answer(values: list[Any], listed
             assert (verdict.reward is None) != (verdict.failed is None)
             assert verdict.reward is None or math.isfinite(verdict.reward)
             assert msgspec.msgpack.decode(msgspec.msgpack.encode(verdict), type=Verdict) == verdict
+
+
+def test_a_loop_that_many_threads_share_is_closed_with_its_owner() -> None:
+    before = set(threading.enumerate())
+    shared = SharedLoop()
+    loop = shared._loop
+    (thread,) = set(threading.enumerate()) - before
+    shared.close()
+    thread.join()
+    assert loop.is_closed()

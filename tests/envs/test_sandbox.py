@@ -185,7 +185,7 @@ def test_code_that_does_not_end_is_ended(code: str) -> None:
 
 @pytest.mark.parametrize("before", ["", "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\n"])
 def test_code_that_only_computes_is_ended_by_its_processor_time(before: str) -> None:
-    outcome = run(before + "while True: pass", wall_seconds=60, cpu_seconds=1)
+    outcome = run(before + "while True: pass", wall_seconds=600, cpu_seconds=1)
     assert outcome.timed_out
     assert outcome.reason == "used the processor longer than 1 s"
 
@@ -353,7 +353,7 @@ def test_where_the_kernel_lacks_something_code_runs_only_if_told(
     source = str(Path(sandbox.__file__).parents[2])
     program = f"import sys; sys.path.insert(0, {source!r}); from dora_rl.envs.jail import inside, landlock, seccomp; "
     command = [sys.executable, "-I", "-c", program + lacking + "; inside.main()", json.dumps(plan)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path)
     assert sorted(json.loads((tmp_path / "report").read_text())) == missing, done.stderr
     assert done.stdout == ("" if strict else "ran\n")
 
@@ -367,7 +367,7 @@ def children() -> list[int]:
 
 
 def eventually(check: Callable[[], object]) -> str:
-    for _ in range(600):
+    for _ in range(6000):
         found = check()
         if found:
             return str(found)

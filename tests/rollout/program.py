@@ -5,6 +5,7 @@ argv: `weights` or `adapters`, and a folder to work in. Prints one line of JSON.
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from dora_rl.core.errors import RequestError
 from dora_rl.core.events import AnyEvent, Generated, Parked, SlotLoaded, SlotLoadFailed
+from dora_rl.core.probe import Probe
 from dora_rl.engine.config import EngineConfig
 from dora_rl.engine.requests import Request, Sampling, StepOutput
 from dora_rl.engine.vllm.core import Core, Lora
@@ -24,6 +26,8 @@ from dora_rl.engine.vllm.serving import Adapters, AllWeights, Serving
 from dora_rl.models.dtypes import spec
 from dora_rl.models.loading import ModelConfig, linear_modules
 from dora_rl.runtime.source import StoreFiles
+from dora_rl.trainer.config import LoraConfig, TrainerConfig
+from dora_rl.trainer.trainer import Trainer
 from dora_rl.weights.store import WeightStore
 
 VOCAB, RANK, ALPHA = 96, 8, 12
@@ -50,9 +54,21 @@ def tiny() -> Any:
     return LlamaForCausalLM(config).eval()
 
 
-def publish(store: WeightStore, version: int, tensors: dict[str, Any], *, adapter: bool = False) -> str:
+def publish(
+    store: WeightStore, version: int, tensors: dict[str, Any], *, probe: Probe | None, adapter: bool = False
+) -> str:
     specs = [spec(name, tensor) for name, tensor in tensors.items()]
-    return store.publish(version, specs, list(tensors.values()), adapter=adapter)
+    return store.publish(version, specs, list(tensors.values()), adapter=adapter, probe=probe)
+
+
+def probe_of(model: Any, lora: LoraConfig | None = None, state: dict[str, Any] | None = None) -> Probe:
+    """What a trainer says of the model, with an adapter where one is given."""
+    import peft
+
+    trainer = Trainer(copy.deepcopy(model), TrainerConfig(lora=lora))
+    if state is not None:
+        peft.set_peft_model_state_dict(trainer.adapted, state)
+    return trainer.probe()
 
 
 class Driver:
@@ -165,12 +181,17 @@ def weights(folder: Path) -> dict[str, Any]:
     model.save_pretrained(folder / "model")
     store = WeightStore(folder / "weights", keep=99)
     names = [name for name in model.state_dict() if name != "lm_head.weight"]
-    prints = [publish(store, v, {n: m.state_dict()[n] for n in names}) for v, m in enumerate((model, other))]
+    prints = [
+        publish(store, version, {name: one.state_dict()[name] for name in names}, probe=probe_of(one))
+        for version, one in enumerate((model, other))
+    ]
     driver = Driver(folder, lambda core, files: AllWeights(core, files, prove=True), None)
     result: dict[str, Any] = {"prints": prints, "loaded": []}
     for version, one in enumerate((model, other)):
         event = driver.load(0, version)
         result["loaded"].append(event.fingerprint if isinstance(event, SlotLoaded) else str(event))
+        probed = event.probe if isinstance(event, SlotLoaded) else None
+        result.setdefault("probed", []).append(None if probed is None else [probed.difference, probed.tolerance])
         driver.submit(version, version)
         driver.submit(10 + version, version, sampling=Sampling(max_tokens=48))
         driver.step()
@@ -192,12 +213,57 @@ def weights(folder: Path) -> dict[str, Any]:
     ends = sum(isinstance(event, Generated) for event in driver.step())
     result["crowd"] = {"ends": ends, "preempted": driver.engine.stats.preempted, "kv": driver.core.kv_tokens}
     result["missing"] = isinstance(driver.load(0, 5), SlotLoadFailed)
+    result["tied"] = tied_fault(driver, folder)
     # vLLM is told to load, and keeps what it has.
     driver.core._engine.collective_rpc("dora_reload", args=(str(folder / "model"),))
     driver.core.reload = lambda folder, label: None  # type: ignore[method-assign]
     event = driver.load(0, 1)
     result["caught"] = event.reason if isinstance(event, SlotLoadFailed) else str(event)
     return result
+
+
+def adapter_faults(driver: Driver, lora: Lora) -> tuple[str, str]:
+    """What the probe says of requests that do not name their adapter, and of one with another alpha, while another
+    request runs; nothing else looks at what is served."""
+    serving: Any = driver.engine._serving
+    serving._prove = False
+    driver.submit(40, 1, 1)
+    driver.step(1)
+    named = serving.adapter
+    serving.adapter = lambda slot: None if slot == 2 else named(slot)
+    driver.engine.load(2, 2)
+    reasons = [event.reason for event in driver.step() if isinstance(event, SlotLoadFailed) and event.differs]
+    serving.adapter = named
+    serving._lora = lora._replace(alpha=ALPHA + 1)
+    driver.engine.load(2, 2)
+    reasons += [event.reason for event in driver.step() if isinstance(event, SlotLoadFailed) and event.differs]
+    serving._lora, serving._prove = lora, True
+    dropped, scaled = reasons
+    return dropped, scaled
+
+
+def tied_fault(driver: Driver, folder: Path) -> dict[str, Any]:
+    """What the probe says of vLLM's own `reload_weights`, which keeps the former output embeddings where they are tied;
+    nothing else looks at what is served."""
+    engine, ours = driver.core._engine, driver.core.reload
+
+    def reload(path: str, label: str) -> None:
+        engine.collective_rpc("reload_weights", kwargs={"weights_path": path})
+        engine.reset_prefix_cache()
+        engine.set_weight_version(label)
+
+    driver.engine._serving._prove = False  # type: ignore[attr-defined]
+    first = driver.load(0, 0)
+    driver.core.reload = reload  # type: ignore[method-assign,assignment]
+    event = driver.load(0, 1)
+    driver.core.reload = ours  # type: ignore[method-assign]
+    again = driver.load(0, 1)
+    driver.engine._serving._prove = True  # type: ignore[attr-defined]
+    return {
+        "sound": [isinstance(one, SlotLoaded) for one in (first, again)],
+        "differs": isinstance(event, SlotLoadFailed) and event.differs,
+        "reason": event.reason if isinstance(event, SlotLoadFailed) else str(event),
+    }
 
 
 def adapters(folder: Path) -> dict[str, Any]:
@@ -216,7 +282,9 @@ def adapters(folder: Path) -> dict[str, Any]:
             if ".lora_" in name and version:
                 parameter.data = 0.1 * torch.randn_like(parameter)
         models.append(model.eval())
-        prints.append(publish(store, version, dict(peft.get_peft_model_state_dict(model)), adapter=True))
+        state = dict(peft.get_peft_model_state_dict(model))
+        probe = probe_of(base, LoraConfig(rank=RANK, alpha=ALPHA), state)
+        prints.append(publish(store, version, state, adapter=True, probe=probe))
     lora = Lora(RANK, ALPHA, linear_modules(ModelConfig(path=str(folder / "model"))))
     driver = Driver(folder, lambda core, files: Adapters(core, files, 4, lora, prove=True), lora)
     events = [driver.load(slot, slot) for slot in range(4)]
@@ -224,6 +292,7 @@ def adapters(folder: Path) -> dict[str, Any]:
         "prints": prints,
         "loaded": [event.fingerprint if isinstance(event, SlotLoaded) else str(event) for event in events],
         "live": len(driver.core.adapters()),
+        "probed": [event.probe is not None for event in events if isinstance(event, SlotLoaded)],
     }
     for version in range(4):
         driver.submit(version, version, version)
@@ -236,6 +305,7 @@ def adapters(folder: Path) -> dict[str, Any]:
     result["gap"] = [gap(models[v], driver.said[10 + v], driver.logprobs[10 + v]) for v in range(4)]
     driver.engine.unload(2)
     result["left"] = sorted(driver.core.adapters())
+    result["dropped"], result["scaled"] = adapter_faults(driver, lora)
     driver.core.add_adapter = lambda adapter: None  # type: ignore[method-assign]  # nothing is loaded
     event = driver.load(2, 2)
     result["caught"] = event.reason if isinstance(event, SlotLoadFailed) else str(event)

@@ -52,6 +52,25 @@ def test_a_slot_serves_what_was_published_also_after_a_switch(weights: dict[str,
     assert max(weights["gap"]) < 1e-3
 
 
+def test_a_slot_computes_what_the_trainer_published(weights: dict[str, Any], adapters: dict[str, Any]) -> None:
+    assert len(weights["probed"]) == 2
+    assert all(difference < tolerance / 5 for difference, tolerance in weights["probed"])
+    assert adapters["probed"] == [True] * 4
+
+
+def test_the_probe_notices_output_embeddings_of_another_version(weights: dict[str, Any]) -> None:
+    """vLLM 0.32 on a CPU, left to itself, goes on with the former head after a reload if it is tied."""
+    tied = weights["tied"]
+    assert tied["sound"] == [True, True]
+    assert tied["differs"], tied["reason"]
+    assert "does not compute what the trainer published as version 1" in tied["reason"]
+
+
+def test_the_probe_notices_a_dropped_and_a_wrongly_scaled_adapter(adapters: dict[str, Any]) -> None:
+    assert "does not compute what the trainer published as version 2" in adapters["dropped"]
+    assert "does not compute what the trainer published as version 2" in adapters["scaled"]
+
+
 def test_logprobs_are_of_the_distribution_sampled_from(weights: dict[str, Any]) -> None:
     assert weights["warm_gap"] < 1e-3, "of temperature 0.7"
     assert weights["of_one"] == 0, "the only token left by top_k = 1 has the probability 1"

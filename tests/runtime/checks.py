@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from dora_rl.apps.audit import audited
 from dora_rl.runtime.folder import RunFolder
 from dora_rl.trainer import checkpoint
 from tests.runtime.host import Supervisor, alive
+from tests.runtime.making import PATIENCE
 
 
 def broken(supervisor: Supervisor, outcome: dict[str, Any], steps: int) -> list[str]:
@@ -45,15 +47,26 @@ def leftovers(supervisor: Supervisor, outcome: dict[str, Any]) -> list[str]:
     return found + [f"{path} is left half-written" for path in litter]
 
 
-def wait_for_events(supervisor: Supervisor, count: int, seconds: float = 240.0) -> bool:
+def wait_for_events(supervisor: Supervisor, count: int) -> bool:
     """Until so many events are on disk; False if the run ends before."""
-    end = time.monotonic() + seconds
-    while supervisor.events() < count:
+    return wait_for(supervisor, lambda: supervisor.events() >= count)
+
+
+def wait_for(supervisor: Supervisor, happened: Callable[[], bool]) -> bool:
+    """Until something has happened; False if the run ends before."""
+    end = time.monotonic() + PATIENCE
+    while not happened():
         if not supervisor.alive():
-            return False
+            return happened()
         assert time.monotonic() < end, f"nothing moves; see {supervisor.folder.path}"
         time.sleep(0.003)
     return True
+
+
+def fault_happened(supervisor: Supervisor, fault: str) -> bool:
+    """A faulty part of the machine (see `faults`) has done its work at least once."""
+    noted = supervisor.folder.logs / "faults"
+    return noted.exists() and fault in noted.read_text().split()
 
 
 def strike(

@@ -30,8 +30,8 @@ def machine(order: dict[str, Any], nursery: Callable[[Path], Nursery]) -> Machin
     if "wire" in order:
         parts["link"] = Wire(**order["wire"], note=note).link
     if "full" in order:
-        begin, end = order["full"]
-        parts["connect"] = lambda path: FullDisk(connect(path), begin, end, note)
+        full = _full(order["full"])
+        parts["connect"] = lambda path: FullDisk(connect(path), full, note)
     if "jumps" in order:
         parts["clock"] = Clock(order["jumps"])
     return Machine(**parts)
@@ -61,13 +61,12 @@ class Clock:
 
 
 class FullDisk:
-    """A connection to a disk that is full from one moment to another, in seconds."""
+    """A connection to a disk that is full at times."""
 
-    def __init__(self, connection: sqlite3.Connection, begin: float, end: float, note: Note) -> None:
+    def __init__(self, connection: sqlite3.Connection, full: Callable[[], bool], note: Note) -> None:
         self._connection = connection
         self._note = note
-        self._begin = time.monotonic() + begin
-        self._end = time.monotonic() + end
+        self._full = full
 
     def execute(self, statement: str, values: Any = ()) -> sqlite3.Cursor:
         self._refuse_while_full()
@@ -78,7 +77,7 @@ class FullDisk:
         return self._connection.executemany(statement, rows)
 
     def _refuse_while_full(self) -> None:
-        if self._begin <= time.monotonic() < self._end:
+        if self._full():
             self._note("full")
             error = sqlite3.OperationalError("database or disk is full")
             error.sqlite_errorcode = sqlite3.SQLITE_FULL
@@ -93,6 +92,14 @@ class FullDisk:
 
     def __exit__(self, *details: Any) -> None:
         self._connection.__exit__(*details)
+
+
+def _full(order: str | list[float]) -> Callable[[], bool]:
+    """While a file exists; or from one moment to another, in seconds from now."""
+    if isinstance(order, str):
+        return Path(order).exists
+    begin, end = (time.monotonic() + seconds for seconds in order)
+    return lambda: begin <= time.monotonic() < end
 
 
 class Wire:
@@ -127,6 +134,9 @@ class Wire:
     def _mangled(self, frame: bytes) -> list[bytes]:
         if "bundle" in self._kinds and b"Exported" in frame[:64] and _damage_bundle(frame, self._dice):
             self._note("bundle")
+        if "unreported" in self._kinds:
+            self._cut_before_report(frame)
+            return [frame]
         if self._left <= 0 or self._dice.random() > self._rate:
             return [frame]
         self._left -= 1
@@ -140,6 +150,15 @@ class Wire:
             case _:
                 time.sleep(self._dice.random())
                 return [frame]
+
+    def _cut_before_report(self, frame: bytes) -> None:
+        """The link of a trainer breaks when a checkpoint of a step is on disk and the supervisor is not told yet."""
+        message = msgspec.msgpack.decode(frame[_HEAD.size :])
+        checkpoint = isinstance(message, dict) and message.get("message") == "Checkpoint"
+        if checkpoint and self._left > 0 and not message["name"].startswith("version-00000000"):
+            self._left -= 1
+            self._note("unreported")
+            raise OSError("cut")
 
 
 def _damage_bundle(frame: bytes, dice: random.Random) -> bool:

@@ -18,8 +18,10 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+from dora_rl.runtime import nursery as forks
 from dora_rl.runtime.folder import RunFolder
 from dora_rl.runtime.nursery import _IMPORTS, Nursery, serve
+from tests.runtime.making import PATIENCE
 
 
 class Forked:
@@ -44,12 +46,13 @@ class Forked:
 class ForkedNursery(Nursery):
     """A nursery without the seconds of importing; says whom it has forked."""
 
-    patience = 60.0  # the first is forked at once, one that replaces it must import everything
+    patience = PATIENCE  # the first is forked at once, one that replaces it must import everything
 
-    def fork(self, link: socket.socket, log: IO[bytes]) -> int:
-        pid = super().fork(link, log)
-        self._note(Path(log.name).stem, pid)
-        return pid
+    def fork(self, link: socket.socket, log: IO[bytes]) -> forks.Forked:
+        forked = super().fork(link, log)
+        self._note(f"keeper-{Path(log.name).stem}", forked.keeper)
+        self._note(Path(log.name).stem, forked.pid)
+        return forked
 
     def _begin(self) -> tuple[socket.socket, int]:
         begun = super()._begin() if hasattr(self, "_process") else self._fork_nursery()
@@ -80,8 +83,8 @@ class ForkedNursery(Nursery):
 
 def supervise(order: dict[str, Any]) -> int:
     """Carry a run as far as it goes; the exit code as `dora-rl train` has it."""
-    from dora_rl.apps.train import change
     from dora_rl.core.errors import IntegrityError, RunError, UserError
+    from dora_rl.runtime.resume import change
     from dora_rl.runtime.run import Run
     from tests.runtime.faults import machine
 
@@ -99,10 +102,15 @@ def supervise(order: dict[str, Any]) -> int:
         if run is not None:
             run.world.stopping = True
 
+    def notice(text: str) -> None:
+        said["notices"].append(text)
+        with (folder.logs / "notices").open("a") as file:
+            file.write(f"{text}\n")
+
     signal.signal(signal.SIGINT, interrupt)
     try:
         bound = change(folder, order.get("settings", []))
-        run = Run(folder, notice=said["notices"].append, machine=machine(order, ForkedNursery), bound=bound)
+        run = Run(folder, notice=notice, machine=machine(order, ForkedNursery), bound=bound)
         run.world.stopping = stopping
         run.go()
         code = 0 if run.orchestrator.finished else 130
@@ -117,7 +125,7 @@ def supervise(order: dict[str, Any]) -> int:
 
 def _leaked(before: set[str]) -> set[str]:
     """What stays open. The relays of a faulty wire (see `faults`) close their ends a moment after the run has."""
-    end = time.monotonic() + 5.0
+    end = time.monotonic() + 60.0
     while (found := _descriptors() - before) and time.monotonic() < end:
         time.sleep(0.01)
     return found
@@ -166,7 +174,12 @@ class Supervisor:
         except FileNotFoundError:
             return 0
 
-    def wait(self, seconds: float = 240.0) -> dict[str, Any]:
+    def noticed(self, text: str) -> bool:
+        """It has said so, in this life or one before."""
+        notices = self.folder.logs / "notices"
+        return notices.exists() and text in notices.read_text()
+
+    def wait(self, seconds: float = PATIENCE) -> dict[str, Any]:
         """What it said when it ended; without `code` if it was killed."""
         end = time.monotonic() + seconds
         while self.alive():
@@ -205,7 +218,7 @@ class Host:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
-        self._process.wait(timeout=120)
+        self._process.wait(timeout=PATIENCE)
         self._process.stdout.close()
 
 

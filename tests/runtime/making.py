@@ -10,6 +10,8 @@ from dora_rl.core.config import build
 from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.folder import RunFolder
 
+PATIENCE = 600.0
+"""Seconds of every deadline and of every wait that is not what a test is about: only a failure takes so long."""
 LETTERS = "0123456789*+="
 TASK = '''
 import os, pathlib, time
@@ -33,6 +35,11 @@ def once(name):
 def hangs_once(prompts, completions, **_):
     if once("hung"):
         time.sleep(3600)
+    return reward(prompts, completions)
+
+def waits_to_be_released(prompts, completions, **_):
+    while not (HERE / "released").exists():
+        time.sleep(0.01)
     return reward(prompts, completions)
 
 def kills_once(prompts, completions, **_):
@@ -95,7 +102,7 @@ def settings(base: Path, mode: str = "dora", **control: Any) -> dict[str, Any]:
     return {
         "model": {"path": str(base / "model")},
         "data": {"source": "task.py:problems"},
-        "reward": {"functions": ["task.py:reward"], "timeout_seconds": 20.0},
+        "reward": {"functions": ["task.py:reward"], "timeout_seconds": PATIENCE},
         "control": {
             "mode": mode,
             "max_staleness": 3,
@@ -103,15 +110,7 @@ def settings(base: Path, mode: str = "dora", **control: Any) -> dict[str, Any]:
             "group_size": 2,
             "steps": 4,
             "max_response_tokens": 48,
-            "deadlines": {
-                "load": 20.0,
-                "move": 5.0,
-                "score": 30.0,
-                "heartbeat": 5.0,
-                "progress": 20.0,
-                "train": 20.0,
-                "stall": 600.0,
-            },
+            "deadlines": dict.fromkeys(("load", "move", "score", "heartbeat", "progress", "train", "stall"), PATIENCE),
             **control,
         },
         "rollout": {

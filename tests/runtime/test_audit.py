@@ -12,13 +12,17 @@ import msgspec
 import pytest
 
 from dora_rl.apps.audit import audited, verdict
+from dora_rl.core import commands as c
+from dora_rl.core import events as e
+from dora_rl.core.nouns import Prompt, SlotId
 from dora_rl.ledger.audit import audit
 from dora_rl.ledger.derive import derive
-from dora_rl.ledger.ledger import read_events
+from dora_rl.ledger.ledger import Logged, read_events
 from dora_rl.ledger.schema import TABLES
-from dora_rl.ledger.witness import Terms
+from dora_rl.ledger.witness import Terms, Witness
 from dora_rl.ledger.writing import chain
 from dora_rl.runtime.folder import RunFolder
+from dora_rl.runtime.provenance import config_digest
 from tests.fuzz import sound_ledger
 from tests.runtime.host import Host
 from tests.runtime.making import make_run, settings
@@ -54,6 +58,8 @@ def doctored(finished: dict[str, RunFolder], tmp_path: Path) -> RunFolder:
         if source.exists():
             shutil.copy(source, folder.path)
     shutil.copy(finished["dora"].config, folder.path)
+    shutil.copytree(finished["dora"].checkpoints, folder.checkpoints)
+    assert audited(folder).problems == []
     return folder
 
 
@@ -75,11 +81,13 @@ ROWS = {
     "said": ("(trajectory, start) = (SELECT trajectory, max(start) FROM said)", "logprobs = zeroblob(4)"),
     "ended": ("trajectory = (SELECT max(trajectory) FROM ended)", "reason = 'environment'"),
     "steps": ("step = 1", "fingerprint = 'other'"),
+    "notes": ("number = 1", "note = CAST(replace(CAST(note AS TEXT), '0.001', '0.002') AS BLOB)"),
 }
 NAMED = {
     "events": "event",
     "said": "trajectory",
     "ended": "trajectory",
+    "notes": "note 1 was changed",
 }
 
 
@@ -113,13 +121,14 @@ COPIES = {
     "experts_used, digest",
     "ended": "SELECT 999, reason, digest",
     "steps": "SELECT 999, applied_at, published_at, fingerprint",
+    "notes": "SELECT (SELECT max(number) + 1 FROM notes), at, note, chain",
 }
 
 
 @pytest.mark.parametrize("table", ROWS)
 def test_doubled_row_is_named(doctored: RunFolder, table: str) -> None:
     change(doctored, f"INSERT INTO {table} {COPIES[table]} FROM {table} WHERE {ROWS[table][0]}")
-    assert problems(doctored, table)
+    assert any("note" in one for one in audited(doctored).problems) if table == "notes" else problems(doctored, table)
 
 
 # Two rows change places.
@@ -241,6 +250,18 @@ FORGERIES: dict[str, tuple[Edit, str]] = {
         once(rb'("SlotLoaded".*"fingerprint":")(\w{4})', lambda found: found[1] + b"0bad"),
         "not the published version",
     ),
+    "difference of a probe": (
+        once(rb'("SlotLoaded".*"difference":)[^,]+', lambda found: found[1] + b"0.7"),
+        "differs from the trainer by 0.7",
+    ),
+    "a load without its probe": (
+        once(rb'("SlotLoaded".*"probe":)\{[^}]*\}', lambda found: found[1] + b"null"),
+        "was not probed",
+    ),
+    "another probe": (
+        once(rb'("SlotLoaded".*"digest":")(\w{4})', lambda found: found[1] + b"0bad"),
+        "another probe than was published",
+    ),
     "version served": (
         once(rb'("Generated".*"version":)(\d)', lambda found: found[1] + b"%d" % (int(found[2]) + 1)),
         "was served",
@@ -286,8 +307,60 @@ def forge_log_only(folder: RunFolder, edit: Edit) -> None:
 
 
 def test_decisions_of_another_configuration_are_named(doctored: RunFolder) -> None:
-    document = msgspec.json.decode(doctored.config.read_bytes())
-    document["config"]["control"]["max_staleness"] = 0
-    doctored.config.write_bytes(msgspec.json.encode(document))
+    """Also where the ledger itself says that it was another, with a chain and a digest that fit."""
+    connection = sqlite3.connect(doctored.ledger)
+    link = b""
+    for number, at, body in connection.execute("SELECT number, at, note FROM notes").fetchall():
+        note = msgspec.json.decode(body)
+        if note["type"] == "Configured":
+            note["config"]["control"]["max_staleness"] = 0
+            note["digest"] = config_digest(note["base"], note["config"])
+        forged = msgspec.json.encode(note)
+        link = chain(link, number, at, forged, b"")
+        connection.execute("UPDATE notes SET note = ?, chain = ? WHERE number = ?", (forged, link, number))
+    connection.commit()
+    connection.close()
     found = audited(doctored).problems
     assert any("answered otherwise" in problem for problem in found), found
+    assert any("'control.max_staleness' is 3 and was 0" in problem for problem in found), found
+
+
+# -- the bound ----------------------------------------------------------------------------------------------------
+
+
+def bound_problems(version: int, step: int, staleness: int, raised: int | None = None) -> list[str]:
+    """What the witness says of one group of a version that is trained in a step."""
+    prompt, slot = Prompt(key="p", tokens=1), SlotId("i0.1", 0)
+    served = e.Generated(
+        trajectory=0, attempt=0, instance="i0.1", version=version, fingerprint="f", tokens=1, kv_tokens=0
+    )
+    changed: list[tuple[e.Event, list[c.Command]]]
+    changed = [] if raised is None else [(e.BoundChanged(max_staleness=raised), [])]
+    story: list[tuple[e.Event, list[c.Command]]] = [
+        (e.PromptsArrived(prompts=(prompt,)), [c.Publish(version=version, attempt=1)]),
+        (
+            e.Published(version=version, attempt=1, fingerprint="f"),
+            [c.StartGroup(group=0, prompt=prompt, version=version, slot=slot)],
+        ),
+        *changed,
+        (served, []),
+        (e.Scored(trajectory=0, reward=1.0), [c.Apply(step=step, attempt=1, groups=(0,))]),
+    ]
+    witness = Witness(Terms(1, 1, staleness, False, None))
+    for seq, (event, commands) in enumerate(story, 1):
+        witness.observe(Logged(seq, seq, event, commands))  # type: ignore[arg-type]
+    return [problem for problem in witness.problems if "the bound is" in problem]
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 4])
+def test_the_bound_is_neither_wider_nor_narrower_by_one(staleness: int) -> None:
+    for version in (0, 3):
+        for age in range(staleness + 1):
+            assert bound_problems(version, version + age, staleness) == []
+        assert bound_problems(version, version + staleness + 1, staleness)
+    assert bound_problems(3, 2, staleness), "a step can't train what does not exist yet"
+
+
+def test_a_group_is_held_to_the_bound_under_which_it_was_admitted() -> None:
+    assert bound_problems(0, 3, 2, raised=5)
+    assert bound_problems(0, 2, 2, raised=0) == []

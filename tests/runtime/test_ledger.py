@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import threading
 from pathlib import Path
 
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from dora_rl.core import events as e
 from dora_rl.core.nouns import Prompt, SlotId
 from dora_rl.ledger.audit import compare_tables
 from dora_rl.ledger.derive import BARRIERS, GENERATED, SCORED, Statement
-from dora_rl.ledger.ledger import Ledger, read_events, read_said
+from dora_rl.ledger.ledger import Ledger, connect, read_events, read_said
 from dora_rl.ledger.writing import SaidRow, gathered, merged
 
 SLOT = SlotId("i0.1", 0)
@@ -88,3 +89,52 @@ def kept(path: Path) -> list[int]:
     assert list(compare_tables(connection, list(read_events(connection)), 2)) == []
     connection.close()
     return found
+
+
+class Refusing:
+    """A connection to a disk without room, until there is some."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+        self.full = True
+
+    def executemany(self, statement: str, rows: object) -> sqlite3.Cursor:
+        if self.full:
+            error = sqlite3.OperationalError("database or disk is full")
+            error.sqlite_errorcode = sqlite3.SQLITE_FULL
+            raise error
+        return self._connection.executemany(statement, rows)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._connection, name)
+
+    def __enter__(self) -> None:
+        self._connection.__enter__()
+
+    def __exit__(self, *details: object) -> None:
+        self._connection.__exit__(*details)  # type: ignore[arg-type]
+
+
+def test_an_event_is_durable_only_when_the_disk_has_it(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.db"
+    made: list[Refusing] = []
+    woken = threading.Event()
+
+    def opened(path: Path) -> sqlite3.Connection:
+        made.append(Refusing(connect(path)))
+        return made[0]  # type: ignore[return-value]
+
+    ledger = Ledger(path, 2, woken=woken.set, opened=opened)
+    log(ledger, e.Tick())
+    ledger.sync()
+    assert woken.wait(60)
+    assert "full" in ledger.trouble
+    assert (ledger.seq, ledger.durable) == (1, 0)
+    made[0].full = False
+    while ledger.durable == 0:
+        assert woken.wait(60)
+    assert ledger.trouble == ""
+    reader = sqlite3.connect(path)
+    assert [one.seq for one in read_events(reader)] == [1]
+    reader.close()
+    ledger.close()

@@ -6,38 +6,65 @@ from collections import Counter
 from pathlib import Path
 
 from dora_rl.core.commands import StartGroup
-from dora_rl.core.events import Generated, Moved
+from dora_rl.core.events import Generated, Moved, Parked, TrajectoryFailed
 from dora_rl.ledger.ledger import connect, read_events
 from dora_rl.runtime.folder import RunFolder
 from tests.runtime.checks import broken
 from tests.runtime.host import Host
-from tests.runtime.making import lines, make_run, merged, settings
+from tests.runtime.making import PATIENCE, lines, make_run, merged, settings
 
 GROUP = 2
+BATCH = 2
 STEPS = 8  # so that there are groups left for the later versions
 ENVIRONMENT = """
 import json
 import time
 
 class Waits:
-    '''Every other problem has no answer until version 2 is at work.'''
+    '''Answers no faster than new versions come to work, and some groups not at all until three have.
 
-    def __init__(self, log):
+    Nothing is answered before all instances are there. The first group of a version on each of two instances is held
+    until three versions have begun; of the others, a step's worth is answered for each version that has begun. So no
+    version is skipped, two of them hold all instances, and the third gets its slot by a move, in whatever order the
+    instances come.
+    '''
+
+    def __init__(self, log, instances, batch):
         self.log = log
+        self.instances = instances
+        self.batch = batch
 
     def reset(self, problem):
-        self.waits = int(problem.columns["answer"]) % 2 == 0
+        self.prompt = problem.key
+        self.answered = False
 
     def step(self, text):
-        while self.waits and not self.begun(2):
+        if self.answered:
+            return None, 1.0, True
+        while self.waits():
             time.sleep(0.01)
-        return None, 1.0, True
+        self.answered = True
+        return "1+", 0.0, False
 
-    def begun(self, version):
+    def waits(self):
         with open(self.log) as log:
-            whole = [line for line in log if line.endswith("\\n") and "StartGroup" in line]
-        commands = [one for line in whole for one in json.loads(line)["commands"]]
-        return any(one["command"] == "StartGroup" and one["version"] == version for one in commands)
+            logged = [json.loads(line) for line in log if line.endswith("\\n")]
+        joined = sum(one["event"]["event"] == "InstanceJoined" for one in logged)
+        begun, held, free = set(), {}, []
+        for one in (one for line in logged for one in line["commands"] if one["command"] == "StartGroup"):
+            key, version, instance = one["prompt"]["key"].split("@")[0], one["version"], one["slot"][0]
+            begun.add(version)
+            of_version = held.setdefault(version, {})
+            if instance not in of_version and len(of_version) < 2:
+                of_version[instance] = key
+            else:
+                free.append(key)
+        if joined < self.instances:
+            return True
+        if len(begun) >= 3:
+            return False
+        # One that is not in the log yet waits: it is written half a second at a time.
+        return self.prompt not in free[: self.batch * len(begun)]
 """
 
 
@@ -58,21 +85,39 @@ def live(folder: RunFolder) -> int:
     return most
 
 
-def test_three_versions_are_live_and_make_room_for_each_other_by_moves_with_their_kv(
+def test_three_versions_are_live_and_make_room_by_moving_what_waits_for_its_environment(
     host: Host, base: Path, tmp_path: Path
 ) -> None:
     (base / "waits.py").write_text(ENVIRONMENT)
     log = tmp_path / "live" / "events.jsonl"
     changes = {
         "out": str(tmp_path),
-        "environment": {"kind": "waits.py:Waits", "max_turns": 1, "at_once": 16, "params": {"log": str(log)}},
+        "environment": {
+            "kind": "waits.py:Waits",
+            "max_turns": 2,
+            "at_once": 32,
+            "timeout_seconds": PATIENCE,
+            "params": {"log": str(log), "instances": 3, "batch": BATCH},
+        },
         "reward": {"functions": []},
         "rollout": {"instances": 3, "engine": {"max_requests": 16}},
     }
-    tree = merged(settings(base, steps=STEPS, max_staleness=3, groups_per_step=2, group_size=GROUP), changes)
+    tree = merged(
+        settings(base, steps=STEPS, max_staleness=3, groups_per_step=BATCH, group_size=GROUP, max_response_tokens=70),
+        changes,
+    )
     run = host.start(make_run(base, "live", tree))
     assert broken(run, run.wait(), STEPS) == []
     assert live(run.folder) >= 3
     with connect(run.folder.ledger) as connection:
-        assert any(isinstance(logged.event, Moved) for logged in read_events(connection))
+        events = [logged.event for logged in read_events(connection)]
+    assert not any(isinstance(event, TrajectoryFailed) for event in events)
+    moved: set[int] = set()
+    next_turns: set[int] = set()
+    for event in events:
+        if isinstance(event, Moved):
+            moved |= set(event.trajectories)
+        elif isinstance(event, Parked) and event.trajectory in moved:
+            next_turns.add(event.trajectory)
+    assert next_turns, "nobody who was moved while its environment thought took its next turn where it arrived"
     assert sum(line.get("rollout/reprefilled_tokens", 0) for line in lines(run.folder.metrics)) == 0

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
+from dora_rl.apps.audit import audited
 from dora_rl.core import events as e
 from dora_rl.core.errors import UserError
 from dora_rl.ledger.ledger import connect, read_events
+from dora_rl.ledger.notes import SettingChanged
 from dora_rl.runtime.folder import RunFolder
 from dora_rl.runtime.scaling import scale
-from tests.runtime.checks import broken, wait_for_events
+from tests.runtime.checks import broken, wait_for, wait_for_events
 from tests.runtime.host import Host
 from tests.runtime.making import make_run, merged, settings
 
@@ -26,19 +29,26 @@ def instances(folder: RunFolder) -> tuple[set[str], set[str]]:
 
 
 def test_instances_join_and_leave_in_mid_run(host: Host, base: Path) -> None:
-    steps = 50  # long enough to be looked at twice after the second change
-    run = host.start(make_run(base, "scaled", settings(base, steps=steps)))
+    steps = 8
+    waits = {"functions": ["task.py:unhurried"]}  # so that the run goes on until both changes have been made
+    run = host.start(make_run(base, "scaled", merged(settings(base, steps=steps), {"reward": waits})))
     assert wait_for_events(run, 15)
     assert scale(run.folder, 4) == 2
     joined: set[str] = set()
     while run.alive() and len(joined) < 4:
         joined = {name.partition(".")[0] for name in instances(run.folder)[0]}
+        time.sleep(0.05)
     assert joined == {"i0", "i1", "i2", "i3"}
     assert scale(run.folder, 1) == 4
+    assert wait_for(run, lambda: len(instances(run.folder)[1]) == 3)
+    (base / "hurry").touch()
     outcome = run.wait()
     assert broken(run, outcome, steps) == []
     assert {name.partition(".")[0] for name in instances(run.folder)[1]} == {"i1", "i2", "i3"}
     assert sum("leaves" in notice for notice in outcome["notices"]) == 3
+    notes = [one.note for one in audited(run.folder).notes]
+    changes = [(one.key, one.before, one.after) for one in notes if isinstance(one, SettingChanged)]
+    assert changes == [("rollout.instances", 2, 4), ("rollout.instances", 4, 1)]
 
 
 def test_a_run_that_is_resumed_has_the_number_that_was_asked_for(host: Host, base: Path) -> None:

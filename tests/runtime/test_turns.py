@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from dora_rl.core.commands import Move
-from dora_rl.ledger.ledger import connect, read_events
+from dora_rl.ledger.ledger import connect
 from dora_rl.runtime.folder import RunFolder
 from tests.runtime.checks import broken, strike
 from tests.runtime.host import Host
-from tests.runtime.making import make_run, merged, settings
+from tests.runtime.making import lines, make_run, merged, settings
 
 TURNS = 3
 ENVIRONMENT = """
@@ -66,7 +65,7 @@ class Harms(Counter):
 
     def step(self, text):
         if self.harms and self.hang:
-            time.sleep(60)
+            time.sleep(3600)
         elif self.harms:
             os._exit(1)
         time.sleep(0.05)
@@ -162,18 +161,6 @@ def test_what_does_not_fit_the_context_ends_the_trajectory(host: Host, base: Pat
     assert max(lengths) <= 64
 
 
-def test_moves_happen_while_environments_think(host: Host, base: Path) -> None:
-    """What is moved while it is parked, or while it is being answered, goes on where it arrives."""
-    moved = 0
-    more = {"rollout": {"instances": 4}, "control": {"groups_per_step": 4, "steps": 6, "rebalance_seconds": 0.1}}
-    for seed in range(2):
-        run = host.start(make_run(base, f"turns-move-{seed}", merged(tree(base), merged(more, {"seed": seed}))))
-        assert broken(run, run.wait(), 6) == []
-        with connect(run.folder.ledger) as connection:
-            moved += sum(isinstance(one, Move) for logged in read_events(connection) for one in logged.commands)
-    assert moved
-
-
 @pytest.mark.parametrize(("kind", "at_once"), [("Together", 1), ("Together", 4), ("Awaits", 4)])
 def test_a_worker_asks_as_many_environments_at_once_as_it_may(
     host: Host, base: Path, tmp_path: Path, kind: str, at_once: int
@@ -188,8 +175,8 @@ def test_a_worker_asks_as_many_environments_at_once_as_it_may(
 
 @pytest.mark.parametrize("hang", [True, False])
 def test_an_environment_that_hangs_or_crashes_harms_no_other_of_its_worker(host: Host, base: Path, hang: bool) -> None:
-    environment = {"params": {"hang": hang}, "at_once": 4, "timeout_seconds": 1.5 if hang else 30.0}
-    settings = {"environment": environment, "reward": {"workers": 1}, "supervision": {"restarts": 20}}
+    environment = {"params": {"hang": hang}, "at_once": 4, "timeout_seconds": 6.0 if hang else 600.0}
+    settings = {"environment": environment, "reward": {"workers": 1}, "supervision": {"restarts": 0}}
     run = host.start(make_run(base, f"turns-harm-{hang}", merged(tree(base, "Harms"), settings)))
     assert broken(run, run.wait(), 4) == []
     query = 'SELECT t.failed, g.prompt FROM trajectories t JOIN groups g ON t."group" = g.id'
@@ -200,3 +187,32 @@ def test_an_environment_that_hangs_or_crashes_harms_no_other_of_its_worker(host:
     for why, prompt in failed:
         assert int(prompt.partition("-")[0]) % 5 == 3, why
         assert ("longer than" if hang else "died") in why
+
+
+def test_held_out_prompts_are_played_through_the_environment(host: Host, base: Path) -> None:
+    """More prompts than the engine of the evaluator has room for at once."""
+    changes = {
+        "data": {"held_out": 6},
+        "evaluation": {"every": 2, "right": 1.5},
+        "rollout": {"engine": {"max_requests": 4, "max_context": 200}},
+        "control": {"max_response_tokens": 150},
+    }
+    run = host.start(make_run(base, "turns-evaluation", merged(tree(base), changes)))
+    assert broken(run, run.wait(), 4) == []
+    found = [line for line in lines(run.folder.metrics) if "evaluation" in line]
+    assert [line["evaluation"] for line in found] == [0, 2, 4]
+    for line in found:
+        assert line["eval/held_out/failed"] == 0
+        assert 0 < line["eval/held_out/reward"] <= 1.5
+        assert line["eval/held_out/response_length"] > 2, "what the environment said first counts already"
+    assert any(line["eval/held_out/accuracy"] > 0 for line in found), "no trajectory had all its turns"
+
+
+def test_an_environment_that_harms_costs_its_held_out_prompt_alone(host: Host, base: Path) -> None:
+    settings = {"environment": {"params": {"hang": False}, "at_once": 4}, "supervision": {"restarts": 0}}
+    evaluation = {"data": {"held_out": 10}, "evaluation": {"every": 4}}
+    run = host.start(make_run(base, "turns-evaluation-harm", merged(merged(tree(base, "Harms"), settings), evaluation)))
+    assert broken(run, run.wait(), 4) == []
+    found = [line for line in lines(run.folder.metrics) if "evaluation" in line]
+    assert found
+    assert all(line["eval/held_out/failed"] == 2 for line in found)

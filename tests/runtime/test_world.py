@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from dora_rl.core import commands as c
+from dora_rl.core import events as e
 from dora_rl.core.config import build
 from dora_rl.runtime import messages as m
 from dora_rl.runtime.config import RunConfig
@@ -67,7 +69,7 @@ class Stage:
     def silent(self, *_: float) -> list[tuple[Process, str]]:
         return []
 
-    def bury(self, process: Process, _reason: str) -> bool:
+    def bury(self, process: Process, _reason: str, **_: bool) -> bool:
         process.channel = None
         return True
 
@@ -121,3 +123,27 @@ def test_instances_that_were_given_up_leave_first() -> None:
     assert [process.place for process in stage.all if process.role == "instance"] == ["i1"]
     assert stage.scale(2) == {"i0", "i1"}  # filled anew
     assert not any(process.given_up for process in stage.crew.places)
+
+
+def test_what_can_not_be_undone_waits_until_the_ledger_has_it() -> None:
+    stage = Stage()
+    world, parts = stage.world, stage.world._parts
+    done: list[c.Command] = []
+    asked: list[str] = []
+    ledger: Any = SimpleNamespace(
+        log=lambda *_: 7, sync=lambda: asked.append("sync"), durable=6, failure="", trouble=""
+    )
+    parts.ledger = ledger
+    parts.books.note = lambda *_: None  # type: ignore[method-assign]
+    world._doing = SimpleNamespace(do=done.append)  # type: ignore[assignment]
+    world._verdicts = SimpleNamespace(note=lambda *_: None)  # type: ignore[assignment]
+    fetch, apply, retire = c.FetchPrompts(count=1), c.Apply(step=0, attempt=1, groups=(0,)), c.Retire(version=0)
+    world._give(e.Tick(), 0)
+    world.carry_out([apply, retire, fetch])
+    assert done == [fetch], "what can be undone does not wait"
+    assert asked == ["sync"], "the trainer waits, so the ledger is written at once"
+    world._release()
+    assert done == [fetch]
+    ledger.durable = 7
+    world._release()
+    assert done == [fetch, apply, retire]

@@ -78,6 +78,7 @@ def test_the_policy_folder_loads_with_transformers(tmp_path: Path, settings: dic
         assert not torch.allclose(loaded(ids).logits, make()(ids).logits, atol=1e-3)
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks by that name
 def test_an_adapter_is_saved_beside_the_merged_policy(tmp_path: Path) -> None:
     from peft import PeftModel
 

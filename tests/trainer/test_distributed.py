@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         command = [sys.executable, "-m", "tests.trainer.two_processes", str(path)]
         processes.append(subprocess.Popen(command, env=os.environ | place, stderr=subprocess.PIPE, text=True))
     for process in processes:
-        _, errors = process.communicate(timeout=240)
+        _, errors = process.communicate(timeout=600)
         assert process.returncode == 0, errors[-3000:]
     return path
 

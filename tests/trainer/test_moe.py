@@ -10,6 +10,7 @@ import torch
 
 from dora_rl.core.errors import ModelError
 from dora_rl.core.trajectory import Group, Trajectory
+from dora_rl.trainer.config import MoeConfig
 from dora_rl.trainer.packing import pack, plan
 from tests.trainer.making import assert_close, gradients, groups, moe, trainer
 
@@ -130,7 +131,7 @@ def test_auxiliary_loss_is_one_when_even() -> None:
     from dora_rl.trainer.moe import Routers
 
     model = moe()
-    routers = Routers(model, replay=False)
+    routers = Routers(model, MoeConfig(replay_routing=False))
     logits = torch.zeros(12, EXPERTS)
     indices = torch.arange(24).reshape(12, 2) % EXPERTS
     routers._seen = {0: (logits, indices)}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -15,10 +16,14 @@ from dora_rl.core.config import build
 from dora_rl.core.errors import ConfigError, IntegrityError, NonFiniteError, TrajectoryError
 from dora_rl.core.trajectory import Group, Trajectory
 from dora_rl.trainer.config import OptimiserConfig, TrainerConfig
+from dora_rl.trainer.gaps import explained_by_sampling
 from dora_rl.trainer.optimiser import learning_rate
 from dora_rl.trainer.trainer import Trainer
 from dora_rl.weights.store import WeightStore
 from tests.trainer.making import gradients, groups, llama, plain_logprobs, trainer
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 FAST = {"learning_rate": 1e-2}
 
@@ -206,6 +211,7 @@ def test_steps_out_of_order_are_refused(tmp_path: Path) -> None:
     assert made.publish(0, WeightStore(tmp_path, keep=1)), "an open step moves no weights yet"
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks by that name
 @pytest.mark.parametrize("settings", [{}, {"lora": {"rank": 4}}], ids=["full", "lora"])
 def test_what_is_published_serves_the_policy_of_the_trainer(tmp_path: Path, settings: dict[str, Any]) -> None:
     model = llama(tie_word_embeddings=True)
@@ -336,6 +342,66 @@ def test_the_mismatch_is_what_the_engine_is_off_by() -> None:
     right = groups(count=2, model=llama(), noise=0.0)
     made.accumulate(0, [Group(id=group.id, trajectories=tuple(map(off, group.trajectories))) for group in right])
     assert made.apply(0).metrics["mismatch_gap"] == pytest.approx(0.25, abs=1e-3)
+
+
+def off_by(group: Group, by: Callable[[NDArray[np.float32]], NDArray[np.float32]]) -> Group:
+    """A group whose engine reported other log-probs."""
+    return Group(
+        id=group.id,
+        trajectories=tuple(
+            msgspec.structs.replace(one, behaviour_logprobs=by(one.behaviour_logprobs.copy()))
+            for one in group.trajectories
+        ),
+    )
+
+
+def test_a_gap_of_few_tokens_shows_in_the_percentile() -> None:
+    made = trainer(llama(), optimiser=FAST)
+
+    def last_is_wrong(logprobs: NDArray[np.float32]) -> NDArray[np.float32]:
+        logprobs[-1] -= np.float32(1.5)
+        return logprobs
+
+    right = groups(count=2, model=llama(), noise=0.0)
+    made.accumulate(0, [off_by(group, last_is_wrong) for group in right])
+    metrics = made.apply(0).metrics
+    tokens = sum(one.response_length for group in right for one in group.trajectories)
+    wrong = sum(len(group.trajectories) for group in right)
+    assert metrics["mismatch_tokens"] == tokens
+    assert metrics["mismatch_gap"] == pytest.approx(1.5 * wrong / tokens, rel=1e-2)
+    assert 1.5 <= metrics["mismatch_gap_p99"] < 1.5 * 1.35
+
+
+def test_only_what_sampling_can_not_explain_is_a_gap() -> None:
+    right = groups(count=2, model=llama(), noise=0.0)
+    raised = [off_by(group, lambda logprobs: logprobs + np.float32(0.1)) for group in right]  # as top-p = 0.9 would
+    lowered = [off_by(group, lambda logprobs: logprobs - np.float32(0.1)) for group in right]
+
+    def gap(given: list[Group], truncation: float) -> float:
+        made = Trainer(llama(), TrainerConfig(), truncation=truncation)
+        made.accumulate(0, given)
+        return made.apply(0).metrics["mismatch_gap"]
+
+    nucleus, unbounded = explained_by_sampling(0.9, 0, 0.0), explained_by_sampling(1.0, 50, 0.0)
+    assert explained_by_sampling(1.0, 0, 0.0) == 0.0
+    assert gap(raised, 0.0) == pytest.approx(0.1, abs=1e-3)
+    assert gap(raised, nucleus) == pytest.approx(0.0, abs=1e-3)
+    assert gap(raised, explained_by_sampling(0.95, 0, 0.0)) == pytest.approx(0.1 + np.log(0.95), abs=1e-3)
+    assert gap(raised, unbounded) == pytest.approx(0.0, abs=1e-3)
+    for truncation in (0.0, nucleus, unbounded, explained_by_sampling(1.0, 0, 0.05)):
+        assert gap(lowered, truncation) == pytest.approx(0.1, abs=1e-3), "no truncation lowers what it keeps"
+
+
+def test_gaps_are_measured_alike_however_the_step_is_divided() -> None:
+    given = [off_by(group, lambda logprobs: logprobs - np.float32(0.3)) for group in groups(count=4, model=llama())]
+    found = []
+    for tokens in (16, 4096):
+        made = trainer(llama(), micro_batch_tokens=tokens)
+        for group in given:
+            made.accumulate(0, [group])
+        metrics = made.apply(0).metrics
+        found.append([metrics[name] for name in ("mismatch_tokens", "mismatch_gap", "mismatch_gap_p99")])
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
 
 
 def test_mismatch_is_measured_before_the_step_moves_the_policy() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,13 +13,20 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from dora_rl.apps.recorded import going_on
 from dora_rl.control.config import ControlConfig
 from dora_rl.control.modes import make_mode
 from dora_rl.control.orchestrator import Orchestrator
+from dora_rl.core.config import build
+from dora_rl.core.digests import text_digest
+from dora_rl.core.errors import IntegrityError
 from dora_rl.ledger.audit import Audit, Named
 from dora_rl.ledger.audit import audit as read
-from dora_rl.ledger.ledger import Logged
+from dora_rl.ledger.ledger import LedgerError, Logged, connect, read_notes
+from dora_rl.ledger.notes import CheckpointSaved, Configured, Noted, SettingChanged
 from dora_rl.ledger.witness import Terms
+from dora_rl.runtime.manifest import checkpoint_problems, policy
+from dora_rl.runtime.provenance import config_problems, files_changed
 from dora_rl.runtime.replay import replay
 
 if TYPE_CHECKING:
@@ -43,12 +52,50 @@ def audit(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> None
 
 def audited(folder: RunFolder) -> Audit:
     """The audit of a run."""
-    control = folder.read().control
+    control = _promised(folder)
     found = read(folder.ledger, terms(control))
     problem = _replayed(control, found.log)
     found.problems += [problem] if problem else []
     found.figures.append(Named("replayed with the same decisions", "no" if problem else "yes"))
+    notes = [noted.note for noted in found.notes]
+    found.problems += config_problems(notes, str(folder.base()), folder.settings())
+    found.problems += checkpoint_problems(notes, folder.checkpoints, found.steps, going_on=going_on(folder))
+    found.figures += _noted(found.notes)
     return found
+
+
+def _promised(folder: RunFolder) -> ControlConfig:
+    """What the run began with, from its ledger; from `config.json` if the ledger can't be read."""
+    try:
+        connection = connect(folder.ledger)
+        try:
+            begun = next((one.note for one in read_notes(connection) if isinstance(one.note, Configured)), None)
+        finally:
+            connection.close()
+    except (LedgerError, IntegrityError):
+        begun = None
+    settings = folder.settings() if begun is None else begun.config
+    return build(ControlConfig, settings.get("control", {}), str(folder.config if begun is None else folder.ledger))
+
+
+def _noted(notes: list[Noted]) -> Iterator[Named]:
+    """What is in the ledger besides events."""
+    for one in notes:
+        if isinstance(one.note, Configured):
+            yield Named("configuration, digest", one.note.digest[:16])
+    for one in notes:
+        if isinstance(one.note, SettingChanged):
+            change = f"{json.dumps(one.note.before)} -> {json.dumps(one.note.after)}, {one.note.utc}"
+            yield Named(f"  {one.note.key} changed", change)
+    for text in files_changed(notes):
+        yield Named("  a file that the run reads changed", text)
+    saved = [one.note for one in notes if isinstance(one.note, CheckpointSaved)]
+    yield Named("checkpoints saved", f"{len(saved):,}")
+    if saved:
+        digest = text_digest(
+            "".join(f"{name} {one.digest}\n" for name, one in sorted(policy(saved[-1]).items())).encode()
+        )
+        yield Named("policy of the last, digest", digest[:16])
 
 
 def verdict(found: Audit) -> str:

@@ -19,10 +19,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dora_rl.apps import recorded
 from dora_rl.apps.out import make_sure_of
-from dora_rl.apps.train import need_torch, read_config
+from dora_rl.apps.train import read_config
 from dora_rl.core.errors import RequestError, UserError
 from dora_rl.core.nouns import Version
 from dora_rl.runtime.folder import RunFolder
+from dora_rl.runtime.packages import need_packages
 
 if TYPE_CHECKING:
     from dora_rl.engine.engine import Engine
@@ -59,7 +60,7 @@ def evaluate(
     json_file: Annotated[Path | None, typer.Option("--json", help="File for the result.")] = None,
 ) -> None:
     """Evaluate a run's policy, or a model, on held-out prompts."""
-    need_torch()
+    need_packages()
     asked = _asked(policy, config, version, json_file)
     if not asked.config.reward.functions:
         raise UserError(

@@ -21,7 +21,7 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
         ("staleness of groups", histogram(summary.staleness) or "none trained"),
         ("live versions", f"{summary.most_live} at most"),
         ("requests moved", f"{summary.moved:,}; prefilled again: {summary.reprefilled:,} tokens"),
-        ("log-prob gap", "not measured" if summary.gap is None else f"{summary.gap:.1e} between engine and trainer"),
+        ("log-prob gap", _gap(summary)),
         ("failed verdicts", _counts(summary.failed) or "none"),
         ("reward", _change(summary.rewards)),
         ("held-out accuracy", _accuracy(summary)),
@@ -49,6 +49,14 @@ def idle(slots: Mapping[str, float], most: int = 3) -> str:
     """The causes that cost most slot time, with their shares."""
     causes = [(label, share) for label, share in slots.items() if label.startswith("idle: ") and label != STARTING]
     return ", ".join(f"{label.removeprefix('idle: ')} {share:.1%}" for label, share in causes[:most] if share >= 0.0005)
+
+
+def _gap(summary: Summary) -> str:
+    said = "not measured" if summary.gap is None else f"{summary.gap:.1e} between engine and trainer"
+    if not summary.alarms:
+        return said
+    steps = f"{len(summary.alarms)} step{'s' if len(summary.alarms) > 1 else ''}"
+    return f"{said}; TOO FAR in {steps}, {max(summary.alarms.values()):.1e} in the worst"
 
 
 def _counts(counts: Mapping[str, int]) -> str:

@@ -1,26 +1,26 @@
 """`dora-rl init`: a commented config file, made of the config classes themselves, so that it can't go stale.
 
-Every setting is there with its meaning and its default as a comment. What stands uncommented are settings without a
-default, examples, and settings whose default in a run is not the one of their section.
+The short file has the settings that a newcomer edits. The full one has every setting with its meaning, its default as a
+comment; what stands uncommented there are settings without a default, examples, and settings whose default in a run is
+not the one of their section.
 """
 
 from __future__ import annotations
 
 import textwrap
-import types
 import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-import tomli_w
 import typer
-from pydantic import BaseModel
 from rich.console import Console
 
+from dora_rl.apps.settings import default_of, optional, section_of, sentence, toml
 from dora_rl.core.errors import UserError
 
 if typing.TYPE_CHECKING:
+    from pydantic import BaseModel
     from pydantic.fields import FieldInfo
 
 EXAMPLES: dict[str, Any] = {
@@ -35,7 +35,10 @@ EXAMPLES: dict[str, Any] = {
     "evaluation.every": 10,
     "evaluation.data.source": "held_out.jsonl",
 }
-_WIDTH = 100
+_WIDTH = 110
+_SHORT_HEAD = """\
+`dora-rl train FILE --dry-run` checks this file, `dora-rl train FILE` begins the run.
+Paths start at this file. `dora-rl train --help` lists all settings, `dora-rl init --full` writes them all."""
 _HEAD = """\
 A run of dora-rl: `dora-rl train FILE` begins it, `dora-rl train FILE --dry-run` shows what is understood.
 A line `#key = value` is a default; take the `#` away to change it. Paths of data and rewards start at this file."""
@@ -43,22 +46,40 @@ A line `#key = value` is a default; take the `#` away to change it. Paths of dat
 
 def init(
     file: Annotated[Path, typer.Argument(help="File to write.")] = Path("run.toml"),
+    full: Annotated[bool, typer.Option("--full", help="With every setting and its default.")] = False,
 ) -> None:
-    """Write a commented config file with every setting and its default."""
-    from dora_rl.apps.train import need_torch
-
-    need_torch()
+    """Write a config file: a short one to begin with, or with every setting."""
     from dora_rl.runtime.config import RunConfig
 
     try:
         with file.open("x", encoding="utf-8") as out:
-            out.write(document(RunConfig, EXAMPLES))
+            out.write(document(RunConfig, EXAMPLES) if full else short(RunConfig, EXAMPLES))
     except FileExistsError:
         raise UserError(f"{file} is there already: name another file, or remove it") from None
     except OSError as error:
         raise UserError(f"cannot write {file}: {error.strerror}") from error
     console = Console(soft_wrap=True)
     console.print(f"wrote {file}: set model.path and data.source, then: dora-rl train {file}", highlight=False)
+
+
+def short(kind: type[BaseModel], examples: dict[str, Any]) -> str:
+    """The config file of the examples alone, each with the first sentence about it."""
+    lines = [*_comment(_SHORT_HEAD.splitlines())]
+    here = ""
+    for path, value in examples.items():
+        folder, _, name = path.rpartition(".")
+        if "." in folder:
+            continue  # what is off by default
+        field = kind.model_fields[folder]
+        section = section_of(field)
+        assert section is not None
+        if folder != here:
+            lines += ["", f"[{folder}]"]
+            here = folder
+        about, line = sentence(section.model_fields[name].description or ""), f"{name} = {toml(value)}"
+        aside = f"{line:<25}  # {about}"
+        lines += [aside] if len(aside) <= _WIDTH else [*_comment([about]), line]
+    return "\n".join(lines) + "\n"
 
 
 def document(kind: type[BaseModel], examples: dict[str, Any]) -> str:
@@ -73,16 +94,16 @@ def _section(
     """The fields of a section, then the sections in it; `mute` comments out what is off by default."""
     inner: list[tuple[str, FieldInfo]] = []
     for name, field in kind.model_fields.items():
-        if _model(field) is not None:
+        if section_of(field) is not None:
             inner.append((name, field))
         else:
             yield from _field(name, field, value, f"{path}{name}", examples, mute)
     yield ""
     for name, field in inner:
-        model = _model(field)
+        model = section_of(field)
         assert model is not None
-        default = _default(field, value, name)
-        off = mute or ("#" if default is None and _optional(field) else "")
+        default = default_of(field, value, name)
+        off = mute or ("#" if default is None and optional(field) else "")
         about = [field.description or model.__doc__ or ""]
         yield from _comment(about)
         if off and not mute:
@@ -95,44 +116,17 @@ def _field(
     name: str, field: FieldInfo, value: BaseModel | None, path: str, examples: dict[str, Any], mute: str
 ) -> Iterator[str]:
     yield from _comment([field.description or ""])
-    default = _default(field, value, name)
+    default = default_of(field, value, name)
     if path in examples:
-        yield mute + _assignment(name, examples[path])
+        yield mute + f"{name} = {toml(examples[path])}"
     elif default is None:
         assert not field.is_required(), f"'{path}' has no default and no example"
         yield f"#{name} is not set"
     else:
         said = value is not None and default != field.get_default(call_default_factory=True)
-        yield ("" if said and not mute else "#") + _assignment(name, default)
-
-
-def _default(field: FieldInfo, value: BaseModel | None, name: str) -> Any:
-    if value is not None:
-        return getattr(value, name)
-    return None if field.is_required() else field.get_default(call_default_factory=True)
-
-
-def _assignment(name: str, value: Any) -> str:
-    if isinstance(value, dict):
-        assert not value, f"'{name}': a table as a default would need a section"
-        return f"{name} = {{}}"
-    if isinstance(value, list | tuple):
-        return f"{name} = [{', '.join(_assignment('', item).removeprefix(' = ') for item in value)}]"
-    return f"{name} = {tomli_w.dumps({'it': value}).strip().removeprefix('it = ')}"
+        yield ("" if said and not mute else "#") + f"{name} = {toml(default)}"
 
 
 def _comment(texts: list[str]) -> Iterator[str]:
     for text in texts:
         yield from (f"# {line}" for line in textwrap.wrap(" ".join(text.split()), _WIDTH))
-
-
-def _model(field: FieldInfo) -> type[BaseModel] | None:
-    """The config class of a section."""
-    for kind in (field.annotation, *typing.get_args(field.annotation)):
-        if isinstance(kind, type) and not isinstance(kind, types.GenericAlias) and issubclass(kind, BaseModel):
-            return kind
-    return None
-
-
-def _optional(field: FieldInfo) -> bool:
-    return type(None) in typing.get_args(field.annotation)

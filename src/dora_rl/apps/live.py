@@ -111,7 +111,7 @@ class Watch:
     def line(self) -> str:
         """One step in one line."""
         last = self._run.recorder.last
-        parts = [f"step {self._done}{self._asked}", f"reward {self._rewards[-1]:.3f}"]
+        parts = [f"steps done {self._done}{self._asked}", f"reward {self._rewards[-1]:.3f}"]
         if self._accuracy:
             parts.append("accuracy {1:.1%} (v{0})".format(*self._accuracy[-1]))
         parts += [
@@ -136,7 +136,7 @@ class Watch:
         bar = Table.grid(padding=(0, 1, 0, 0))
         steps = self._run.config.control.steps
         progress = ProgressBar(total=steps, completed=self._done, width=_WIDTH, pulse=steps is None)
-        bar.add_row(Text(f"step {self._done}{self._asked}", style="bold"), progress, self._left())
+        bar.add_row(Text(f"steps done {self._done}{self._asked}", style="bold"), progress, self._left())
         return bar
 
     def _rows(self) -> list[tuple[str, str]]:

@@ -70,7 +70,7 @@ def write_report(folder: RunFolder, summary: Summary) -> None:
 
 
 def _curves(metrics: recorded.Metrics, x: str) -> dict[str, list[list[float]]]:
-    """People count steps from one: the n-th step gives version n."""
+    """Over the version that a step gave, or over seconds."""
     steps, evaluations = metrics.steps.values(), metrics.evaluations.values()
     return {
         "reward": _points(steps, x, REWARD),

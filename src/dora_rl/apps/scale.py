@@ -8,15 +8,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from dora_rl.apps.train import need_torch
-
 
 def scale(
     run: Annotated[Path, typer.Argument(help="Folder of a run, going on or to be resumed.")],
     instances: Annotated[int, typer.Option(help="How many instances it shall have.")],
 ) -> None:
     """Change the number of rollout instances. Requests of those that leave go on elsewhere from their tokens."""
-    need_torch()
     from dora_rl.runtime.folder import RunFolder
     from dora_rl.runtime.scaling import scale as write
 

@@ -56,7 +56,7 @@ def sft(
     loaded = load(build(ModelConfig, {"path": model, "device": device}, source="sft"))
     vocabulary = loaded.model.get_input_embeddings().weight
     assert isinstance(vocabulary, torch.Tensor)
-    examples = read_examples(data, loaded.tokenizer, len(vocabulary), max_length)
+    examples = read_examples(data, loaded.tokenizer, len(vocabulary), config.max_length)
     begin = time.perf_counter()
     history: list[SftProgress] = []
     with Progress(

@@ -18,7 +18,7 @@ import msgspec
 from dora_rl.apps import recorded
 from dora_rl.core.accounting import NOT_COUNTED, named, occupancy
 from dora_rl.core.labels import WORK, Because
-from dora_rl.core.nouns import SECOND, Nanoseconds, Record, Version
+from dora_rl.core.nouns import SECOND, Nanoseconds, Record, StepId, Version
 from dora_rl.runtime.folder import RunFolder
 
 STARTING = f"idle: {Because.STARTING.value}"
@@ -67,6 +67,8 @@ class Summary(Progress, frozen=True, kw_only=True):
     """Tokens whose KV existed once and was computed again."""
     gap: float | None
     """Mean distance between the engine's and the trainer's log-probs of a token, where both are of one version."""
+    alarms: dict[StepId, float]
+    """Steps in which that was above `mismatch.warn`, and how far."""
     failed: dict[str, int]
     """Trajectories with a verdict, by reason."""
     ledger_share: float
@@ -104,6 +106,7 @@ def summarise(folder: RunFolder) -> Summary:
         moved=facts.moved,
         reprefilled=round(sum(one.get("rollout/reprefilled_tokens", 0.0) for one in figures)),
         gap=_mean(one["mismatch_gap"] for one in figures if "mismatch_gap" in one),
+        alarms={note["step"]: note["gap"] for note in activity.notes if note["note"] == "mismatch"},
         failed=dict(facts.failed.most_common()),
         ledger_share=metrics.ledger_seconds / (times[-1] / SECOND) if times[1:] else 0.0,
         restarts=dict(Counter(place(note["who"]) for note in activity.notes if note["note"] == "lost")),

@@ -7,12 +7,15 @@ tables hold the exact sums.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dora_rl.apps.page import write_page
 from dora_rl.core.accounting import Activity, Segment, Timeline
+from dora_rl.core.labels import Because
 from dora_rl.core.nouns import SECOND, Nanoseconds
-from dora_rl.sim.run import Result
+
+if TYPE_CHECKING:
+    from dora_rl.sim.run import Result  # only simulations need numpy
 
 _COLUMNS = 1200
 """At least so many: the width of a screen."""
@@ -22,6 +25,24 @@ _MOST_CELLS = 300_000
 _FINEST = SECOND // 50
 _MOST_ROWS = 64
 _MOST_MOVES = 2000
+
+
+CAUSE_COLOURS = {
+    Because.STARTING: "#dddddd",
+    Because.NO_PROMPTS: "#ffaabb",
+    Because.TRAINER: "#ee8866",
+    Because.STRAGGLERS: "#eedd88",
+    Because.PUBLISH: "#bbcc33",
+    Because.ROLLOUT: "#77aadd",
+    Because.DEADLINE: "#44bb99",
+    Because.REWARD: "#99ddff",
+    Because.TOOL: "#aaaa00",
+    Because.SPARE: "#f2f2ee",
+    Because.RESERVED: "#b79fd9",
+    Because.FINISHED: "#a8a8a8",
+}
+"""One colour for each cause of idling, the same on all pages; they differ in hue and lightness, so that people who see
+red and green alike can tell them apart (nine are Paul Tol's light scheme)."""
 
 
 def write_timeline(path: Path, title: str, figures: dict[str, Any], results: dict[str, Result]) -> None:
@@ -42,6 +63,7 @@ def drawn(timeline: Timeline) -> dict[str, Any]:
         if when >= timeline.start and source in rows and target in rows
     ]
     return {
+        "causes": {because.value: paint for because, paint in CAUSE_COLOURS.items()},
         "begin": _seconds(timeline.start),
         "seconds": _seconds(timeline.end - timeline.start),
         "columns": columns,

@@ -1,7 +1,12 @@
-"""`dora-rl train`: a run from a config file, or on from where it was left."""
+"""`dora-rl train`: a run from a config file, or on from where it was left.
+
+A run folder is created only when everything that can be checked without one is right. Torch is imported late: the
+process that forks the others imports it beside this one.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
@@ -15,17 +20,19 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from dora_rl.apps.figures import rows
-from dora_rl.apps.report import write_report
-from dora_rl.apps.summary import summarise
+from dora_rl.apps.settings import META
 from dora_rl.core.config import build, override, read_toml
 from dora_rl.core.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from dora_rl.runtime.config import RunConfig
     from dora_rl.runtime.folder import RunFolder
+    from dora_rl.runtime.nursery import Nursery
+    from dora_rl.runtime.preflight import Prepared
+    from dora_rl.runtime.run import Run
 
-INSTALL = "this command needs torch and transformers: pip install 'dora-rl[train]'"
 INTERRUPTED = 130
 
 
@@ -36,32 +43,58 @@ def train(
     name: Annotated[str | None, typer.Option(help="Name of the run's folder; the time if not given.")] = None,
     runtime: Annotated[str | None, typer.Option(help="`local`, or `ray` for a cluster: see docs/cluster.md.")] = None,
     address: Annotated[str | None, typer.Option(help="Of the Ray cluster: `auto`, or HOST:PORT.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print the config and stop.")] = False,
+    no_trial: Annotated[
+        bool, typer.Option("--no-trial", help="Do not try the reward or environment on the first problem.")
+    ] = False,
 ) -> None:
-    """Train a model with RL. Any setting can be given as an option: --control.max_staleness 4."""
+    """Train a model with reinforcement learning. Any setting below can be an option: --control.max_staleness 4."""
     if (config is None) == (resume is None):
         raise UserError("give a config file to begin a run, or --resume RUN to go on with one")
-    need_torch()
-    from dora_rl.runtime.cluster.start import need_ray
     from dora_rl.runtime.folder import RunFolder
+    from dora_rl.runtime.packages import need_packages
+    from dora_rl.runtime.resume import change
 
-    settings = assignments(context.args)
+    settings: list[str] = [*context.meta[META]]
     settings += [f"runtime={runtime}"] if runtime is not None else []
     settings += [f'ray.address="{address}"'] if address is not None else []
     if resume is not None:
         folder = RunFolder.open(resume)
         need_engine(folder.read())
+        need_packages()
         go_on(folder, bound=change(folder, settings))
         return
     assert config is not None
     resolved = read_config(config, settings)
-    if dry_run:
-        print_config(resolved)
-        return
-    if resolved.runtime == "ray":
-        need_ray()  # before there is a folder
-    need_engine(resolved)
-    go_on(RunFolder.create(resolved, config.resolve().parent, name))
+    begin(resolved, config.resolve().parent, name, dry_run=dry_run, trial=not no_trial)
+
+
+def begin(config: RunConfig, base: Path, name: str | None, *, dry_run: bool, trial: bool) -> None:
+    """Check everything; then print the config, or make the folder and carry the run to its end."""
+    from dora_rl.runtime.cluster.start import need_ray
+    from dora_rl.runtime.folder import RunFolder
+    from dora_rl.runtime.nursery import Nursery
+    from dora_rl.runtime.preflight import check
+
+    if config.runtime == "ray":
+        need_ray()
+    need_engine(config)
+    RunFolder.check_name(name)
+    with contextlib.ExitStack() as undo:
+        early: list[Nursery] = []
+
+        def start() -> None:
+            """Let the nursery import torch while this process does."""
+            if config.runtime == "local" and not dry_run:
+                early.append(Nursery(None))
+                undo.callback(early[0].close)
+
+        prepared = check(config, base, trial=trial, notice=_remark, meanwhile=start)
+        if dry_run:
+            print_config(config)
+            return
+        folder = RunFolder.create(config, base, name)
+        go_on(folder, nursery=early[0] if early else None, prepared=prepared)
 
 
 def need_engine(config: RunConfig) -> None:
@@ -71,51 +104,6 @@ def need_engine(config: RunConfig) -> None:
     elsewhere = config.runtime == "ray" and config.ray.address
     if config.rollout.engine.kind == "vllm" and not elsewhere:
         require()
-
-
-def change(folder: RunFolder, settings: list[str]) -> int | None:
-    """Resume elsewhere or with more or fewer instances, which is written down, or another K, which is returned."""
-    before = folder.read()
-    tree = override(before.model_dump(mode="json"), settings)
-    after = build(type(before), tree, "options")
-    elsewhere = {"runtime": after.runtime, "ray": after.ray}
-    rollout = before.rollout.model_copy(update={"instances": after.rollout.instances})
-    control = before.control.model_copy(update={"max_staleness": after.control.max_staleness})
-    if before.model_copy(update={**elsewhere, "rollout": rollout, "control": control}) != after:
-        raise UserError(
-            "a run is resumed with the settings that it began with; only 'rollout.instances', "
-            "'control.max_staleness', 'runtime' and 'ray' can be others: leave out the rest"
-        )
-    written = before.model_copy(update={**elsewhere, "rollout": rollout})
-    if written != before:
-        folder.write(written)
-    return after.control.max_staleness if any(one.startswith("control.max_staleness=") for one in settings) else None
-
-
-def need_torch() -> None:
-    """A missing extra is a user's matter."""
-    try:
-        import torch  # noqa: F401
-        import transformers
-    except ImportError as error:
-        raise UserError(INSTALL) from error
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-
-
-def assignments(arguments: list[str]) -> list[str]:
-    """`--a.b c` and `--a.b=c` as `a.b=c`."""
-    found: list[str] = []
-    rest = iter(arguments)
-    for argument in rest:
-        if not argument.startswith("--"):
-            raise UserError(f"'{argument}' is not an option: settings are given as --section.key value")
-        key, equals, value = argument[2:].partition("=")
-        if not equals:
-            value = next(rest, "")
-            if not value or value.startswith("--"):
-                raise UserError(f"'--{key}' has no value: write --{key} VALUE")
-        found.append(f"{key}={value}")
-    return found
 
 
 def read_config(path: Path, settings: list[str]) -> RunConfig:
@@ -136,11 +124,21 @@ def print_config(config: RunConfig) -> None:
     sys.stdout.write(tomli_w.dumps(config.model_dump(mode="json", exclude_none=True)))
 
 
-def go_on(folder: RunFolder, console: Console | None = None, *, bound: int | None = None) -> None:
-    """Carry a run to its end, or to an interrupt."""
-    from dora_rl.apps.live import Watch
+def _remark(text: str) -> None:
+    """On standard error, since a dry run prints a config file."""
+    Console(stderr=True, soft_wrap=True).print(text, highlight=False, markup=False)
+
+
+def go_on(
+    folder: RunFolder,
+    console: Console | None = None,
+    *,
+    bound: int | None = None,
+    nursery: Nursery | None = None,
+    prepared: Prepared | None = None,
+) -> None:
+    """Carry a run to its end, or to an interrupt; `nursery` and `prepared` are those of a run that begins."""
     from dora_rl.runtime.cluster.start import need_ray
-    from dora_rl.runtime.run import Run
 
     console = console or Console()
     say = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
@@ -151,7 +149,8 @@ def go_on(folder: RunFolder, console: Console | None = None, *, bound: int | Non
 
         _end(folder, console, finished=go_on_ray(folder, console, bound))
         return
-    run = Run(folder, notice=say, bound=bound)
+    run = _wire(folder, say, bound, nursery, prepared)
+    from dora_rl.apps.live import Watch
 
     def interrupt(*_: object) -> None:
         if run.world.stopping:
@@ -172,6 +171,24 @@ def go_on(folder: RunFolder, console: Console | None = None, *, bound: int | Non
     _end(folder, console, finished=run.orchestrator.finished or not run.world.stopping)
 
 
+def _wire(
+    folder: RunFolder, say: Callable[[str], None], bound: int | None, nursery: Nursery | None, prepared: Prepared | None
+) -> Run:
+    """The run, ready to go on."""
+    from dora_rl.runtime.machine import Machine
+    from dora_rl.runtime.nursery import Nursery
+
+    # It imports torch while this process does.
+    nursery = nursery or Nursery(folder.logs / "nursery.log")
+    try:
+        from dora_rl.runtime.run import Run
+
+        return Run(folder, notice=say, bound=bound, machine=Machine(nursery=nursery.log_to), prepared=prepared)
+    except BaseException:
+        nursery.close()
+        raise
+
+
 def _end(folder: RunFolder, console: Console, *, finished: bool) -> None:
     if not finished:
         console.print(
@@ -183,6 +200,10 @@ def _end(folder: RunFolder, console: Console, *, finished: bool) -> None:
 
 def conclude(folder: RunFolder, console: Console) -> None:
     """What happened in the whole run, and where to find it."""
+    from dora_rl.apps.figures import rows
+    from dora_rl.apps.report import write_report
+    from dora_rl.apps.summary import summarise
+
     summary = summarise(folder)
     write_report(folder, summary)
     table = Table(title=f"run {summary.name}", show_header=False, title_justify="left")

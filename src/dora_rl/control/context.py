@@ -28,6 +28,8 @@ class Context:
         """The newest published version."""
         self.fingerprints: dict[Version, Fingerprint] = {}
         """Of the versions that are not retired."""
+        self.probes: dict[Version, str] = {}
+        """Digests of the probes that versions were published with; empty where there is none."""
         self.prompts: deque[Prompt] = deque()
         self.prompts_ended = False
         self.enough = 2 * config.groups_per_step

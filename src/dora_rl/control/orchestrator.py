@@ -22,14 +22,14 @@ from dora_rl.control.context import Context
 from dora_rl.control.explain import Explainer
 from dora_rl.control.fleet import Instance, Slot
 from dora_rl.control.modes import make_mode
-from dora_rl.control.partition import Partition
+from dora_rl.control.partition import MOST_LOAD_FAILURES, Partition
 from dora_rl.control.rollout import Rollout
 from dora_rl.control.snapshot import SlotView, Snapshot
 from dora_rl.control.timers import Timer, Wait
 from dora_rl.control.training import TrainerStage, Training
 from dora_rl.core import events as e
 from dora_rl.core.commands import Command, EvictInstance, Stalled
-from dora_rl.core.errors import ConfigError
+from dora_rl.core.errors import ConfigError, IntegrityError
 from dora_rl.core.nouns import SECOND, InstanceId, InstanceSpec, Nanoseconds, SlotId, Version
 
 _MAY_REST = frozenset({e.Scored, e.Progress, e.Accumulated})
@@ -276,6 +276,9 @@ class Orchestrator:
     def _on_load_failed(self, event: e.SlotLoadFailed) -> bool:
         slot = self._context.fleet.slot(event.slot)
         if slot is not None and self._partition.load_failed(slot, event.version):
+            if event.differs:
+                # Another life of the instance would compute the same, and what it says is not this version's.
+                raise IntegrityError(f"{event.reason} (in {MOST_LOAD_FAILURES} loads in a row)")
             self._evict(slot.instance, f"loading failed repeatedly: {event.reason}")
         return False
 

@@ -39,7 +39,7 @@ from dora_rl.core.errors import IntegrityError
 from dora_rl.core.events import SlotLoaded
 from dora_rl.core.nouns import SECOND, DecodeCost, InstanceSpec, Nanoseconds, SlotId, Version
 
-_MOST_LOAD_FAILURES = 3
+MOST_LOAD_FAILURES = 3
 _RECEIVERS = 16
 """How many slots may share the requests of an emptied one: enough to balance, few enough to plan fast."""
 
@@ -86,6 +86,13 @@ class Partition:
                 f"slot {event.slot} serves fingerprint {event.fingerprint} as version {event.version}, "
                 f"published was {context.fingerprints.get(event.version)}"
             )
+        published = context.probes.get(event.version, "")
+        compared = "" if event.probe is None else event.probe.digest
+        if compared != published:
+            raise IntegrityError(
+                f"slot {event.slot} serves version {event.version} without a comparison with the probe that was "
+                f"published with it: {published or 'none'} was, {compared or 'none'} was compared with"
+            )
         slot.instance.load_failures = 0
         slot.instance.heard = context.now
         since = self._loading_since.pop(slot.id, context.now)
@@ -113,7 +120,7 @@ class Partition:
         self._loading_since.pop(slot.id, None)
         slot.instance.load_failures += 1
         self._rollout.touch(slot)
-        return slot.instance.load_failures >= _MOST_LOAD_FAILURES
+        return slot.instance.load_failures >= MOST_LOAD_FAILURES
 
     def load_overdue(self, slot_id: SlotId, since: Nanoseconds) -> bool:
         """True if the slot is still in the load that began then."""

@@ -144,6 +144,7 @@ class Training:
         self.published_at = context.now
         context.newest = event.version
         context.fingerprints[event.version] = event.fingerprint
+        context.probes[event.version] = event.probe
         self._batch = []
         self._sent = 0
         self._rule = StepRule(event.version, context.config.groups_per_step)

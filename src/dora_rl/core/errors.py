@@ -86,6 +86,10 @@ class FingerprintError(IntegrityError):
     """Weights are not those that were published under their version."""
 
 
+class ProbeError(IntegrityError):
+    """A slot does not compute what the trainer published under its version; the message says by how much."""
+
+
 class NonFiniteError(DoraError):
     """A loss or gradient is not a number; weights and optimiser stay those of the last version."""
 

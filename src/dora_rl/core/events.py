@@ -21,6 +21,7 @@ from dora_rl.core.nouns import (
     TrajectoryId,
     Version,
 )
+from dora_rl.core.probe import ProbeResult
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=True):
@@ -49,11 +50,13 @@ class InstanceLost(Event, frozen=True, kw_only=True):
 
 
 class SlotLoaded(Event, frozen=True, kw_only=True):
-    """A slot serves this version from now on; the fingerprint proves it."""
+    """A slot serves this version from now on: the fingerprint proves what was loaded, the probe what is computed."""
 
     slot: SlotId
     version: Version
     fingerprint: Fingerprint
+    probe: ProbeResult | None = None
+    """None: the version was published without a probe."""
 
 
 class SlotLoadFailed(Event, frozen=True, kw_only=True):
@@ -62,6 +65,8 @@ class SlotLoadFailed(Event, frozen=True, kw_only=True):
     slot: SlotId
     version: Version
     reason: str = ""
+    differs: bool = False
+    """The weights came, but what the slot computed with them is not what the trainer published."""
 
 
 class Progress(Event, frozen=True, kw_only=True):
@@ -118,6 +123,8 @@ class Scored(Event, frozen=True, kw_only=True):
 
     trajectory: TrajectoryId
     reward: float
+    parts: dict[str, float] = {}
+    """What each reward function gave, and further numbers that it told of; for people, nothing is decided by it."""
 
 
 class TrajectoryFailed(Event, frozen=True, kw_only=True):
@@ -168,6 +175,8 @@ class Published(Event, frozen=True, kw_only=True):
     version: Version
     attempt: Attempt
     fingerprint: Fingerprint
+    probe: str = ""
+    """Digest of the probe published with it; empty: there is none."""
 
 
 class Checkpointed(Event, frozen=True, kw_only=True):

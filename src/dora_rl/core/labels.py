@@ -49,6 +49,11 @@ class Because(StrEnum):
     FINISHED = "finished"
     """The run has nothing left to do."""
 
+    @property
+    def tag(self) -> str:
+        """Its name in metrics, which have no spaces."""
+        return self.value.replace(" ", "_")
+
 
 class Cause(Record, frozen=True, kw_only=True):
     """A named cause, with the version that is waited for where there is one."""

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from dora_rl.core.commands import Command
 from dora_rl.core.events import Event
 from dora_rl.core.nouns import Fingerprint, Nanoseconds, Version
+from dora_rl.core.probe import Probe
 
 
 class Decider(Protocol):
@@ -62,7 +63,14 @@ class WeightSink(Protocol):
     """Where the trainer's versions go: the weight store."""
 
     def publish(
-        self, version: Version, specs: Sequence[TensorSpec], tensors: Iterable[Any], *, adapter: bool, write: bool
+        self,
+        version: Version,
+        specs: Sequence[TensorSpec],
+        tensors: Iterable[Any],
+        *,
+        adapter: bool,
+        write: bool,
+        probe: Probe | None,
     ) -> Fingerprint:
         """Make weights loadable as this version. `tensors` come in the order of `specs`.
 
@@ -72,7 +80,7 @@ class WeightSink(Protocol):
 
 
 class WeightSource(Protocol):
-    """Where an engine takes published weights from. Both calls raise `VersionError` for a version that is not there."""
+    """Where an engine takes published weights from. All calls raise `VersionError` for a version that is not there."""
 
     def tensors(self, version: Version) -> Mapping[str, Any]:
         """The tensors of a version by their names in the module's `state_dict`; mapped from where they lie, no copy."""
@@ -80,6 +88,10 @@ class WeightSource(Protocol):
 
     def fingerprint(self, version: Version) -> Fingerprint:
         """What the version was published as."""
+        ...
+
+    def probe(self, version: Version) -> Probe | None:
+        """What the trainer computed with the version; None: it was published without a probe."""
         ...
 
 
@@ -92,6 +104,8 @@ class PublishedFile(NamedTuple):
     """Proven on what lies in the file."""
     adapter: bool
     """It is a LoRA adapter, to be put over the base weights."""
+    probe: Probe | None = None
+    """What the trainer computed with the version; None: it was published without a probe."""
 
 
 class WeightFiles(Protocol):

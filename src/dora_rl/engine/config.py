@@ -53,7 +53,9 @@ class EngineConfig(Config):
     stretch: int = Field(default=16, ge=1)
     """Most decode steps in one call of the native kernels, while nothing but decoding is to be done."""
     threads: int = Field(default=0, ge=0)
-    """Threads that compute; 0 takes as many as torch would."""
+    """Threads that compute; 0 takes as many as torch would, in a run those that it is given of the run's `threads`."""
+    probe_tolerance: float | None = Field(default=None, gt=0)
+    """How far log-probs of the probe may be from the trainer's before a slot is refused, in nats; unset: by dtype."""
     kernels: Literal["auto", "native", "torch"] = "auto"
     """`native` compiles C++ kernels for this CPU; `torch` runs everywhere; `auto` takes the first that can be had."""
     vllm: VllmConfig = VllmConfig()

@@ -22,7 +22,15 @@ import numpy as np
 import torch
 
 from dora_rl.core.accounting import Activity, TimeAccount
-from dora_rl.core.errors import BundleError, MemoryCapError, PromptError, RequestError, SlotError, VersionError
+from dora_rl.core.errors import (
+    BundleError,
+    MemoryCapError,
+    ProbeError,
+    PromptError,
+    RequestError,
+    SlotError,
+    VersionError,
+)
 from dora_rl.core.events import (
     AnyEvent,
     Generated,
@@ -38,11 +46,12 @@ from dora_rl.core.nouns import Attempt, InstanceId, InstanceSpec, Nanoseconds, S
 from dora_rl.engine.batch import Batch, Flushed
 from dora_rl.engine.bundle import Bundle
 from dora_rl.engine.checks import check_request, reach, says_stop
+from dora_rl.engine.choice import choose
 from dora_rl.engine.compute import Computing, Work
-from dora_rl.engine.kv import KvCache, KvShape
+from dora_rl.engine.kv import KvCache
 from dora_rl.engine.moving import pack, unpack
+from dora_rl.engine.probe import Prober
 from dora_rl.engine.requests import Finished, Request, StepOutput, StopReason, Tokens
-from dora_rl.engine.runner import runner_factory
 from dora_rl.engine.scheduler import Scheduler
 from dora_rl.engine.segments import Segments
 from dora_rl.engine.sequence import Sequence
@@ -52,6 +61,7 @@ from dora_rl.engine.stats import Stats
 if TYPE_CHECKING:
     from dora_rl.core.ports import WeightSource
     from dora_rl.engine.config import EngineConfig
+    from dora_rl.engine.runner import MakeRunner
 
 Clock = Callable[[], Nanoseconds]
 _SPARE = Cause(because=Because.SPARE)
@@ -80,12 +90,14 @@ class Engine:
         self.context = min(limit for limit in limits if limit)
         self.vocab: int = model.get_input_embeddings().weight.shape[0]
         self.threads = config.threads or torch.get_num_threads()
-        shape = KvShape.of(model, config.block_size)
+        way = choose(model, config, self.context)
+        shape, self.kernels = way.shape, way.name
         self._cache = KvCache(shape, config.kv_bytes, model.device)
         if self._cache.count < 2:
             raise MemoryCapError(f"kv_bytes is {config.kv_bytes:,}; two blocks take {2 * shape.block_bytes:,} bytes")
         rows = config.max_requests + config.prefill_chunk
-        self._make, self.kernels = runner_factory(model, self._cache, config, rows, self.context)
+        self._make: MakeRunner = lambda tensors: way.make(model, tensors, self._cache, rows, self.context)
+        self._prober = Prober(model, shape, limit=rows, context=self.context, tolerance=config.probe_tolerance)
         max_blocks = shape.blocks(self.context)
         idle = Activity(Label.IDLE, cause=STARTING)
         self.slots = [
@@ -117,7 +129,16 @@ class Engine:
         alone = len(self.slots) == 1 and not self._sequences
         if alone:
             place.account.switch(self._clock(), Activity(Label.LOAD, version))
-        place.loading = Loading(version, in_flight, self._weights, self._make, now=alone)
+        place.loading = Loading(
+            SlotId(self.instance, slot),
+            version,
+            self._weights,
+            self._make,
+            self._prober,
+            now=alone,
+            # Beside running requests the probe is content with one thread, so that it hardly slows them.
+            threads=1 if self._sequences else self.threads,
+        )
 
     def unload(self, slot: int) -> None:
         """The slot serves nothing from now on and lets go of its weights."""
@@ -406,10 +427,15 @@ class Engine:
             slot.loading = None
             where = SlotId(self.instance, slot.index)
             if loading.runner is None:
-                self._events.append(SlotLoadFailed(slot=where, version=loading.version, reason=str(loading.error)))
+                differs = isinstance(loading.error, ProbeError)
+                failed = SlotLoadFailed(slot=where, version=loading.version, reason=str(loading.error), differs=differs)
+                self._events.append(failed)
                 continue
             self._put(slot, loading)
-            self._events.append(SlotLoaded(slot=where, version=loading.version, fingerprint=loading.fingerprint))
+            loaded = SlotLoaded(
+                slot=where, version=loading.version, fingerprint=loading.fingerprint, probe=loading.probe
+            )
+            self._events.append(loaded)
 
     def _put(self, slot: Slot, loading: Loading) -> None:
         """From here on the slot serves the loaded version; requests in flight compute their KV again under it."""

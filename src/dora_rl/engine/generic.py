@@ -9,9 +9,10 @@ that padding stays small.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import ctypes as c
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from dora_rl.engine.native import binding
 from dora_rl.engine.native.build import library as compiled
 from dora_rl.engine.native.runner import HEAD_VECTORS
 from dora_rl.engine.runner import named
+from dora_rl.models.exactness import set_attention
 
 if TYPE_CHECKING:
     from dora_rl.engine.batch import Batch
@@ -44,13 +46,14 @@ class GenericRunner:
     def __init__(
         self, model: Any, tensors: Mapping[str, Any], cache: KvCache, context: int, use_kernels: bool = True
     ) -> None:
-        self._module = _with_weights(model, named(model, tensors))
-        self._module.set_attn_implementation(ATTENTION)
+        self._module = with_weights(model, named(model, tensors))
+        set_attention(self._module, ATTENTION)
+        self._context, self._use_kernels = context, use_kernels
         self._paged = _Paged(cache, context, use_kernels)
         self._device = model.device
         self._routed: dict[int, torch.Tensor] = {}
         self._record = False
-        self._routers = [module for name, module in self._module.named_modules() if _is_router(module)]
+        self._routers = [module for name, module in self._module.named_modules() if is_router(module)]
         for index, router in enumerate(self._routers):
             router.register_forward_hook(self._recorder(index))
 
@@ -80,6 +83,15 @@ class GenericRunner:
         layers = [self._routed[index].cpu().numpy().astype(np.int16) for index in range(len(self._routers))]
         return np.stack(layers, axis=1)
 
+    @contextlib.contextmanager
+    def computing_in(self, cache: KvCache) -> Iterator[None]:
+        """Attention writes to and reads from another cache."""
+        usual, self._paged = self._paged, _Paged(cache, self._context, self._use_kernels)
+        try:
+            yield
+        finally:
+            self._paged = usual
+
     def _recorder(self, index: int) -> Any:
         def hook(_module: Any, _inputs: Any, output: Any) -> None:
             if self._record:
@@ -96,14 +108,7 @@ class _Paged:
         self._context = context
         self._library = compiled() if use_kernels and _suits_kernels(cache) else None
         if self._library is not None:
-            shape = cache.shape
-            self._native = binding.Cache(
-                data=cache.data.data_ptr(),
-                block_size=shape.block_size,
-                layers=shape.layers,
-                kv_heads=shape.kv_heads,
-                head_dim=shape.head_dim,
-            )
+            self._native = binding.Cache.of(cache)
         self._scores = torch.empty(0)
 
     def begin(self, rows: Rows, threads: int, device: torch.device) -> None:
@@ -200,11 +205,11 @@ def _suits_kernels(cache: KvCache) -> bool:
     return head_dim % width == 0 and head_dim // width in HEAD_VECTORS
 
 
-def _is_router(module: Any) -> bool:
+def is_router(module: Any) -> bool:
     return type(module).__name__.endswith("TopKRouter")
 
 
-def _with_weights(model: Any, weights: Mapping[str, Any]) -> Any:
+def with_weights(model: Any, weights: Mapping[str, Any]) -> Any:
     """A copy of the module whose parameters are these tensors; nothing of the weights is copied."""
     shared = {id(parameter): parameter for parameter in model.parameters()}
     module = copy.deepcopy(model, shared)

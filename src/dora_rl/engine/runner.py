@@ -1,12 +1,14 @@
 """The seam between scheduling and numbers: a runner computes the logits of rows with the weights of one version.
 
-Two runners stand behind it: `native.runner` for the model families that the C++ kernels know, and `generic` for every
-other causal LM of `transformers`. Both keep the same cache layout and give the same numbers.
+Three runners stand behind it: `native.runner` for the model families that the C++ kernels know, `generic` for modules
+that call the attention interface of `transformers`, and `padded` for those that have attention of their own. All keep
+their keys and values in the same paged cache; `choice` says which of them serves a model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dora_rl.core.errors import ModelError
@@ -17,7 +19,6 @@ if TYPE_CHECKING:
     import torch
 
     from dora_rl.engine.batch import Batch
-    from dora_rl.engine.config import EngineConfig
     from dora_rl.engine.kv import KvCache
     from dora_rl.engine.rows import Rows
 
@@ -42,25 +43,12 @@ class Runner(Protocol):
         """[count, layers, experts used] of the last recorded forward pass."""
         ...
 
+    def computing_in(self, cache: KvCache) -> AbstractContextManager[None]:
+        """Meanwhile forward passes keep their KV in another cache of the same shape. Not while it serves."""
+        ...
+
 
 MakeRunner = Callable[[Mapping[str, Any]], Runner]
-
-
-def runner_factory(
-    model: Any, cache: KvCache, config: EngineConfig, limit: int, context: int
-) -> tuple[MakeRunner, str]:
-    """What makes runners for versions of this model, and its name."""
-    from dora_rl.engine.generic import GenericRunner
-    from dora_rl.engine.native.build import build
-    from dora_rl.engine.native.runner import NativeRunner, obstacle
-
-    library, missing = build() if config.kernels != "torch" else (None, "kernels are set to torch")
-    why_not = obstacle(model, library) if library is not None else missing
-    if not why_not:
-        return lambda tensors: NativeRunner(model, tensors, cache, limit, context), "native"
-    if config.kernels == "native":
-        raise ModelError(f"kernels are set to native, but: {why_not}; set kernels to auto")
-    return lambda tensors: GenericRunner(model, tensors, cache, context, config.kernels != "torch"), "generic"
 
 
 def named(model: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:

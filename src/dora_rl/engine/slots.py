@@ -2,8 +2,10 @@
 
 Invariants:
 - a slot serves one version, or none; what it serves changes only between two steps;
-- loading happens in a thread of its own: mapping the file, touching its pages, checking shapes. Decoding goes on
-  meanwhile, in this slot (in-flight update) or in others. Where there is nothing else to do, it is done on the spot.
+- loading happens in a thread of its own: mapping the file, touching its pages, checking shapes, computing the probe.
+  Decoding goes on meanwhile, in this slot (in-flight update) or in others. Where there is nothing else to do, it is
+  done on the spot;
+- the runner that is probed is the one that will serve; one that differs from the trainer never does.
 """
 
 from __future__ import annotations
@@ -18,9 +20,11 @@ from dora_rl.core.labels import Because, Cause
 
 if TYPE_CHECKING:
     from dora_rl.core.accounting import TimeAccount
-    from dora_rl.core.nouns import Fingerprint, Nanoseconds, Version
+    from dora_rl.core.nouns import Fingerprint, Nanoseconds, SlotId, Version
     from dora_rl.core.ports import WeightSource
+    from dora_rl.core.probe import ProbeResult
     from dora_rl.engine.batch import Batch
+    from dora_rl.engine.probe import Prober
     from dora_rl.engine.runner import MakeRunner, Runner
 
 PAGE = 4096
@@ -30,18 +34,30 @@ STARTING = Cause(because=Because.STARTING)
 class Loading:
     """A version on its way into a slot."""
 
-    def __init__(self, version: Version, in_flight: bool, weights: WeightSource, make: MakeRunner, now: bool) -> None:
+    def __init__(
+        self,
+        slot: SlotId,
+        version: Version,
+        weights: WeightSource,
+        make: MakeRunner,
+        prober: Prober,
+        *,
+        now: bool,
+        threads: int,
+    ) -> None:
         self.version = version
-        self.in_flight = in_flight
         self.runner: Runner | None = None
         self.fingerprint: Fingerprint = ""
+        self.probe: ProbeResult | None = None
         self.error: DoraError | None = None
+        self._slot = slot
+        self._prober = prober
         self._thread: threading.Thread | None = None
         if now:
-            self._load(weights, make)
+            self._load(weights, make, threads)
         else:
             # A thread lets go of its target only when it has run: one that never runs would keep the weights.
-            self._thread = threading.Thread(target=self._load, args=(weights, make), daemon=True)
+            self._thread = threading.Thread(target=self._load, args=(weights, make, threads), daemon=True)
             self._thread.start()
 
     @property
@@ -53,13 +69,17 @@ class Loading:
         if self._thread is not None:
             self._thread.join()
 
-    def _load(self, weights: WeightSource, make: MakeRunner) -> None:
+    def _load(self, weights: WeightSource, make: MakeRunner, threads: int) -> None:
         try:
             tensors = weights.tensors(self.version)
             for tensor in tensors.values():
                 _touch(tensor)
             self.fingerprint = weights.fingerprint(self.version)
-            self.runner = make(tensors)
+            runner = make(tensors)
+            probe = weights.probe(self.version)
+            if probe is not None:
+                self.probe = self._prober.check(runner, probe, self._slot, self.version, threads)
+            self.runner = runner
         except DoraError as error:
             self.error = error
         except (OSError, ValueError, KeyError, RuntimeError) as error:

@@ -33,7 +33,7 @@ class SharedLoop:
     def __init__(self) -> None:
         loop = asyncio.new_event_loop()
         self._loop = loop
-        threading.Thread(target=loop.run_forever, daemon=True, name="environments").start()
+        threading.Thread(target=_run, args=(loop,), daemon=True, name="environments").start()
         self.close = weakref.finalize(self, loop.call_soon_threadsafe, loop.stop)
 
     def finish(self, result: Any) -> Any:
@@ -41,6 +41,11 @@ class SharedLoop:
         if not inspect.isawaitable(result):
             return result
         return asyncio.run_coroutine_threadsafe(_awaited(result), self._loop).result()
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.close()
 
 
 async def _awaited(result: Any) -> Any:

@@ -12,6 +12,7 @@ A judge runs in a process that may be killed: a function that hangs is cut off f
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,6 +41,12 @@ class Verdict(Record, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         assert (self.reward is None) != (self.failed is None)
         assert self.reward is None or math.isfinite(self.reward)
+
+
+_MOST_EXTRAS = 32
+"""Further numbers of one verdict that are kept: each becomes a metric, and is written down with its trajectory."""
+_LARGEST = 1e300
+"""Sums of a step's numbers are finite."""
 
 
 class _Score(Record, frozen=True, kw_only=True):
@@ -132,7 +139,7 @@ def _score(name: str, value: Any, *, listed: bool) -> _Score:
         if isinstance(value, dict):
             if "score" not in value:
                 return _Score(failed=f"{name} returned a dict without 'score'")
-            extras = {_text(key): float(item) for key, item in value.items() if key != "score" and _is_number(item)}
+            extras = _extras(value)
             value = value["score"]
         if value is None or isinstance(value, str | bytes) or not hasattr(value, "__float__"):
             return _Score(failed=f"{name} returned {type(value).__name__}, not a number")
@@ -150,8 +157,17 @@ def _text(key: Any) -> str:
     return str(key).encode("utf-8", "replace").decode()
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and abs(value) < 1e300
+def _extras(returned: dict[Any, Any]) -> dict[str, float]:
+    """The numbers beside the score, whatever kind of number they are; what is none is left out."""
+    found: dict[str, float] = {}
+    for key, item in returned.items():
+        if key == "score" or len(found) == _MOST_EXTRAS or not hasattr(item, "__float__"):
+            continue
+        with contextlib.suppress(Exception):  # an array, say
+            number = float(item)
+            if abs(number) < _LARGEST:  # and not what is not finite
+                found[_text(key)] = number
+    return found
 
 
 def _resolve(reward: RewardConfig, folder: Path) -> list[Shaped]:

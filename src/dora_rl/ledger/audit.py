@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 from dora_rl.core.errors import IntegrityError
 from dora_rl.core.nouns import SECOND
 from dora_rl.ledger.derive import derive
-from dora_rl.ledger.ledger import LedgerError, Logged, check_pages, connect, read_events, read_said, spent
+from dora_rl.ledger.ledger import LedgerError, Logged, check_pages, connect, read_events, read_notes, read_said, spent
+from dora_rl.ledger.notes import Noted
 from dora_rl.ledger.schema import TABLES
 from dora_rl.ledger.witness import Terms, Witness
 
@@ -47,6 +48,8 @@ class Audit:
     steps: int = 0
     log: list[Logged] = field(default_factory=list)
     """As far as it is sound."""
+    notes: list[Noted] = field(default_factory=list)
+    """As far as they are sound."""
 
 
 def audit(path: Path, terms: Terms) -> Audit:
@@ -62,6 +65,7 @@ def audit(path: Path, terms: Terms) -> Audit:
     try:
         connection.execute("BEGIN")  # one moment, should the run go on meanwhile
         _read_log(connection, witness, found)
+        _read_notes(connection, found)
         found.problems += witness.problems
         found.problems += witness.at_the_end()
         found.problems += compare_tables(connection, found.log, terms.group_size)
@@ -82,6 +86,14 @@ def _read_log(connection: sqlite3.Connection, witness: Witness, found: Audit) ->
         for logged in read_events(connection):
             found.log.append(logged)
             witness.observe(logged)
+    except IntegrityError as error:
+        found.problems.append(str(error))
+
+
+def _read_notes(connection: sqlite3.Connection, found: Audit) -> None:
+    try:
+        for noted in read_notes(connection):
+            found.notes.append(noted)
     except IntegrityError as error:
         found.problems.append(str(error))
 
@@ -157,6 +169,10 @@ def _figures(witness: Witness) -> Iterator[Named]:
     yield Named("trajectories of one version", f"{witness.pure:,}")
     yield Named("  of mixed versions", f"{witness.mixed:,}")
     yield Named("  failed, with a reason", f"{witness.failed:,}")
+    yield Named("weights loaded into slots", f"{witness.loads:,}")
+    widest = f", differing by at most {witness.widest:.2g}" if witness.probed else ""
+    yield Named("  compared with the trainer's probe", f"{witness.probed:,}{widest}")
+    yield Named("  refused, since they differed", f"{witness.differing:,}")
     yield Named("requests moved", f"{witness.arrived:,} of {witness.moved:,}")
     yield Named("requests begun again from their tokens", f"{witness.resumed:,}")
     yield Named("  tokens prefilled for that", f"{witness.prefilled:,}")

@@ -26,10 +26,12 @@ from dora_rl.core.commands import AnyCommand, Command
 from dora_rl.core.errors import IntegrityError, UserError
 from dora_rl.core.events import AnyEvent, Event
 from dora_rl.core.nouns import Nanoseconds, TrajectoryId
+from dora_rl.ledger.notes import AnyNote, Noted
 from dora_rl.ledger.schema import SCHEMA_VERSION, TABLES
-from dora_rl.ledger.writing import Batch, EventRow, Line, SaidRow, Writer, chain, digest, tail
+from dora_rl.ledger.writing import Batch, EventRow, Line, NoteRow, SaidRow, Writer, chain, digest, notes_tail, tail
 
 _EVENT = msgspec.json.Decoder(AnyEvent)
+_NOTE = msgspec.json.Decoder(AnyNote)
 _COMMANDS = msgspec.json.Decoder(list[AnyCommand])
 _PASSING = {
     sqlite3.SQLITE_FULL,
@@ -88,6 +90,7 @@ class Ledger:
         check_pages(self._reader, path)
         self.seq, _ = tail(self._reader)
         self.durable = self.seq
+        self._noted, _ = notes_tail(self._reader)
         if mirror is not None:
             self._copy(mirror)
         self._handing = self._writing = 0.0
@@ -122,6 +125,17 @@ class Ledger:
             self._batch.said += rows
             self._batch.ended += ended
         self._handing += time.thread_time() - begin
+
+    def note(self, note: AnyNote, at: Nanoseconds) -> None:
+        """Write down what the run is made from, or has made."""
+        with self._lock:
+            self._noted += 1
+            self._batch.notes.append(Noted(self._noted, at, note))
+        self._work.set()
+
+    def notes(self) -> list[Noted]:
+        """The notes that are written, each checked against the chain."""
+        return list(read_notes(self._reader))
 
     @property
     def seconds(self) -> float:
@@ -190,8 +204,8 @@ class Ledger:
             with self._lock:
                 batch, self._batch = self._batch, Batch()
                 upto = self.seq
-            rows = writer.rows(batch.lines)
-            if self._commit(connection, writer, batch, rows):
+            rows, notes = writer.rows(batch.lines), writer.note_rows(batch.notes)
+            if self._commit(connection, writer, batch, rows, notes):
                 writer.written(batch)
                 self.durable = upto
                 self._woken()
@@ -207,12 +221,19 @@ class Ledger:
             with contextlib.suppress(OSError), self._mirror.open("ab") as file:
                 file.write(b"".join([row.text() for row in rows]))
 
-    def _commit(self, connection: sqlite3.Connection, writer: Writer, batch: Batch, rows: list[EventRow]) -> bool:
+    def _commit(
+        self,
+        connection: sqlite3.Connection,
+        writer: Writer,
+        batch: Batch,
+        rows: list[EventRow],
+        notes: list[NoteRow],
+    ) -> bool:
         """Write a batch, however long it takes; False if the end of the run came first."""
         while True:
             try:
                 with connection:
-                    writer.write(batch, rows)
+                    writer.write(batch, rows, notes)
                     connection.execute(_SECONDS, (f"{self._before + self.seconds:.3f}",))
                 self.trouble = ""
                 return True
@@ -268,6 +289,20 @@ def read_events(connection: sqlite3.Connection) -> Iterator[Logged]:
             yield Logged(seq, at, _EVENT.decode(event), _COMMANDS.decode(commands))
     except (*DAMAGE, msgspec.DecodeError, TypeError) as error:
         raise IntegrityError(f"the event log is damaged after event {last}: {error}") from error
+
+
+def read_notes(connection: sqlite3.Connection) -> Iterator[Noted]:
+    """The run's notes, each checked against the chain; raises `IntegrityError` where they were tampered with."""
+    last, link = 0, b""
+    try:
+        for number, at, note, claimed in connection.execute("SELECT * FROM notes ORDER BY number"):
+            link = chain(link, number, at, note, b"")
+            if number != last + 1 or link != claimed:
+                raise IntegrityError(f"the notes of the run are not what was written: note {last + 1} was changed")
+            last = number
+            yield Noted(number, at, _NOTE.decode(note))
+    except (*DAMAGE, msgspec.DecodeError, TypeError) as error:
+        raise IntegrityError(f"the notes of the run are damaged after note {last}: {error}") from error
 
 
 def read_said(connection: sqlite3.Connection, trajectory: TrajectoryId) -> tuple[list[SaidRow], str | None]:

@@ -1,15 +1,15 @@
 """The tables of a ledger.
 
-The event log is the truth that a run is resumed from: it, and what was said, are all that can't be derived. The other
-tables say the same in a form that people and `dora-rl audit` can ask; both are written in one transaction.
+The event log is the truth that a run is resumed from: it, the notes and what was said are all that can't be derived.
+The other tables say the same in a form that people and `dora-rl audit` can ask; both are written in one transaction.
 
-Damage is noticed before anything is done with what is damaged: the log by its chain, what was said by a digest in each
-row, the other tables by deriving them from the log again.
+Damage is noticed before anything is done with what is damaged: log and notes by their chains, what was said by a digest
+in each row, the other tables by deriving them from the log again.
 """
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 TABLES = """
 -- Figures about the ledger itself.
@@ -19,6 +19,11 @@ CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
 -- `chain` is a digest over this row and the chain before it: no row can be changed, added or left out unnoticed.
 CREATE TABLE events (
     seq INTEGER PRIMARY KEY, at INTEGER NOT NULL, event BLOB NOT NULL, commands BLOB NOT NULL, chain BLOB NOT NULL
+) STRICT;
+
+-- What the run was made from and what it has made (`ledger.notes`), chained like the events.
+CREATE TABLE notes (
+    number INTEGER PRIMARY KEY, at INTEGER NOT NULL, note BLOB NOT NULL, chain BLOB NOT NULL
 ) STRICT;
 
 CREATE TABLE prompts (key TEXT PRIMARY KEY, number INTEGER NOT NULL UNIQUE, tokens INTEGER NOT NULL) STRICT;

@@ -6,6 +6,7 @@ twice must be said alike: a step that is trained again after a crash keeps its g
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -61,6 +62,11 @@ class Witness:
         self.batches: dict[StepId, tuple[GroupId, ...]] = {}
         self.trained: dict[GroupId, StepId] = {}
         self.fingerprints: dict[Version, Fingerprint] = {}
+        self.probes: dict[Version, str] = {}
+        """Digests of the probes that versions were published with."""
+        self.loads = self.probed = self.differing = 0
+        self.widest = 0.0
+        """Largest difference between a slot that serves and the trainer."""
         self.pure = self.mixed = self.failed = 0
         self.moved = self.arrived = self.resumed = self.prefilled = 0
         self.instances_lost = self.trainers_lost = 0
@@ -98,6 +104,9 @@ class Witness:
                 self._prompts_ended = self._prompts_ended or last
             case e.SlotLoaded(slot=slot, version=version, fingerprint=fingerprint):
                 self._prove(f"slot {slot} loaded", version, fingerprint)
+                self._load(event)
+            case e.SlotLoadFailed(differs=True):
+                self.differing += 1
             case e.Progress(tokens=tokens):
                 for trajectory, count in tokens.items():
                     self._progress[trajectory] = max(count, self._progress.get(trajectory, 0))
@@ -208,6 +217,7 @@ class Witness:
         if self._asked != (event.version, event.attempt) or event.version in self.fingerprints:
             return
         self.fingerprints[event.version] = event.fingerprint
+        self.probes[event.version] = event.probe
         if event.version and event.version - 1 not in self.batches:
             self._blame(f"version {event.version} was published without a step that leads to it")
         for group in self.batches.get(event.version - 1, ()):
@@ -223,6 +233,26 @@ class Witness:
     def _prove(self, what: str, version: Version, fingerprint: Fingerprint) -> None:
         if self.fingerprints.get(version) != fingerprint:
             self._blame(f"{what} from weights that are not the published version {version}: {fingerprint[:16]}")
+
+    def _load(self, event: e.SlotLoaded) -> None:
+        """A slot that serves was compared with the probe of its version, and was near enough."""
+        self.loads += 1
+        result, published = event.probe, self.probes.get(event.version, "")
+        if result is None:
+            if published:
+                self._blame(f"slot {event.slot} serves version {event.version}, and was not probed")
+            return
+        self.probed += 1
+        self.widest = max(self.widest, result.difference, key=lambda gap: math.inf if math.isnan(gap) else gap)
+        if result.digest != published:
+            self._blame(
+                f"slot {event.slot} was compared with another probe than was published with version {event.version}"
+            )
+        if not result.difference <= result.tolerance:
+            self._blame(
+                f"slot {event.slot} serves version {event.version}, but differs from the trainer by "
+                f"{result.difference:.3g}, and {result.tolerance:.3g} is allowed"
+            )
 
     def _known(self, group: GroupId) -> bool:
         return 0 <= group < len(self.groups)

@@ -23,10 +23,12 @@ from dora_rl.core import commands as c
 from dora_rl.core import events as e
 from dora_rl.core.nouns import GroupId, Nanoseconds, StepId, TrajectoryId
 from dora_rl.ledger.derive import BARRIERS, GENERATED, INSERTS, SCORED, Statement, derive
+from dora_rl.ledger.notes import Noted
 
 _JSON = msgspec.json.Encoder()
 _PACK = msgspec.msgpack.Encoder()
 _EVENT = "INSERT INTO events VALUES (?, ?, ?, ?, ?)"
+_NOTE = "INSERT INTO notes VALUES (?, ?, ?, ?)"
 _SAID = "INSERT OR IGNORE INTO said VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _ENDED = "INSERT OR IGNORE INTO ended VALUES (?, ?, ?)"
 _FORGET = tuple(f"DELETE FROM {table} WHERE trajectory >= ? AND trajectory < ?" for table in ("said", "ended"))  # noqa: S608
@@ -60,6 +62,15 @@ class Line(NamedTuple):
     commands: list[c.Command]
 
 
+class NoteRow(NamedTuple):
+    """A note as it is written."""
+
+    number: int
+    at: Nanoseconds
+    note: bytes
+    chain: bytes
+
+
 class EventRow(NamedTuple):
     """A line of the event log as it is written."""
 
@@ -81,6 +92,7 @@ class Batch:
     lines: list[Line] = field(default_factory=list)
     said: list[SaidRow] = field(default_factory=list)
     ended: list[tuple[TrajectoryId, str]] = field(default_factory=list)
+    notes: list[Noted] = field(default_factory=list)
 
 
 class Writer:
@@ -89,6 +101,7 @@ class Writer:
     def __init__(self, connection: sqlite3.Connection, group_size: int) -> None:
         self._connection = connection
         self._chain = tail(connection)[1]
+        self._notes_chain = notes_tail(connection)[1]
         self._group_size = group_size
         self._trained: dict[StepId, set[GroupId]] = {}
         for step, group in connection.execute(_TRAINED, (group_size,)):
@@ -103,10 +116,20 @@ class Writer:
             rows.append(EventRow(seq, at, event_json, commands_json, self._chain))
         return rows
 
-    def write(self, batch: Batch, rows: list[EventRow]) -> None:
+    def note_rows(self, notes: list[Noted]) -> list[NoteRow]:
+        """The notes as rows, each chained to those before it: to be asked for once."""
+        rows = []
+        for number, at, note in notes:
+            body = _JSON.encode(note)
+            self._notes_chain = chain(self._notes_chain, number, at, body, b"")
+            rows.append(NoteRow(number, at, body, self._notes_chain))
+        return rows
+
+    def write(self, batch: Batch, rows: list[EventRow], notes: list[NoteRow]) -> None:
         """To be called in a transaction; if that fails, it is called again with the same batch."""
         many = self._connection.executemany
         many(_EVENT, rows)
+        many(_NOTE, notes)
         first, rest = self._changes(batch.lines)
         for statement in INSERTS:
             if statement in first:
@@ -214,5 +237,13 @@ def tail(connection: sqlite3.Connection) -> tuple[int, bytes]:
     """The number and the chain of the last line that is written."""
     found: tuple[Any, ...] | None = connection.execute(
         "SELECT seq, chain FROM events ORDER BY seq DESC LIMIT 1"
+    ).fetchone()
+    return (int(found[0]), bytes(found[1])) if found else (0, b"")
+
+
+def notes_tail(connection: sqlite3.Connection) -> tuple[int, bytes]:
+    """The number and the chain of the last note that is written."""
+    found: tuple[Any, ...] | None = connection.execute(
+        "SELECT number, chain FROM notes ORDER BY number DESC LIMIT 1"
     ).fetchone()
     return (int(found[0]), bytes(found[1])) if found else (0, b"")

@@ -8,6 +8,7 @@ from typing import Any
 
 from dora_rl.core.errors import VersionError
 from dora_rl.core.nouns import Fingerprint, Version
+from dora_rl.core.probe import Probe
 
 
 class MemoryWeights:
@@ -16,15 +17,18 @@ class MemoryWeights:
     def __init__(self, versions: Mapping[Version, Mapping[str, Any]] | None = None) -> None:
         self._versions = dict(versions or {})
         self._fingerprints: dict[Version, Fingerprint] = {}
+        self._probes: dict[Version, Probe] = {}
 
     @classmethod
     def of(cls, model: Any, version: Version = 0) -> MemoryWeights:
         """The weights of a module as one version, shared, not copied."""
         return cls({version: {name: tensor.detach() for name, tensor in model.state_dict().items()}})
 
-    def put(self, version: Version, tensors: Mapping[str, Any]) -> None:
+    def put(self, version: Version, tensors: Mapping[str, Any], probe: Probe | None = None) -> None:
         """Publish a version here."""
         self._versions[version] = tensors
+        if probe is not None:
+            self._probes[version] = probe
 
     def tensors(self, version: Version) -> Mapping[str, Any]:
         """The tensors of a version."""
@@ -32,6 +36,10 @@ class MemoryWeights:
             have = ", ".join(map(str, sorted(self._versions))) or "none"
             raise VersionError(f"version {version} is not there; there are: {have}")
         return self._versions[version]
+
+    def probe(self, version: Version) -> Probe | None:
+        """What was published with the version."""
+        return self._probes.get(version)
 
     def fingerprint(self, version: Version) -> Fingerprint:
         """A hash over names, shapes and bytes, computed once."""

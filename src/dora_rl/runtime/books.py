@@ -45,6 +45,8 @@ class TrajectoryBook:
     generated: int | None = None
     """Tokens of the whole response, once it is known to be whole."""
     reward: float | None = None
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    """What each reward function gave, and further numbers that it told of."""
     failed: bool = False
 
     def take(self, said: SaidRow) -> None:
@@ -166,10 +168,10 @@ class Books:
                 if book is not None and book.attempt == attempt:
                     self._stopped(trajectory, book)
                     book.generated = tokens
-            case e.Scored(trajectory=trajectory, reward=reward):
+            case e.Scored(trajectory=trajectory, reward=reward, parts=parts):
                 book = self.find(trajectory)
                 if book is not None and book.reward is None:
-                    book.reward = reward
+                    book.reward, book.reward_parts = reward, parts
             case e.Published(version=version, fingerprint=fingerprint):
                 self.fingerprints.setdefault(version, fingerprint)
                 self.live_versions, self._most_live = self._most_live, len(self._running)

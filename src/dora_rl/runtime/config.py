@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, FiniteFloat, field_validator, model_validator
 
 from dora_rl.control.config import ControlConfig
 from dora_rl.core.config import Config
@@ -98,6 +98,16 @@ class SupervisionConfig(Config):
     """Before the first restart; doubles with each failure in a row."""
 
 
+class MismatchConfig(Config):
+    """How far the engine's log-probs may be from the trainer's, where both are of the same weights. Compared are the
+    mean over the tokens of a step, and a tenth of their 99th percentile."""
+
+    warn: FiniteFloat | None = Field(None, gt=0)
+    """Above this the run warns; unset: 0.002 for float32, 0.02 for float16, 0.05 for bfloat16."""
+    stop: FiniteFloat | None = Field(None, gt=0)
+    """Above this the run stops; unset: 0.05 for float32, 0.2 for float16, 0.3 for bfloat16."""
+
+
 class RunConfig(Config):
     """Everything about a run."""
 
@@ -125,6 +135,8 @@ class RunConfig(Config):
     """Where figures go."""
     supervision: SupervisionConfig = SupervisionConfig()
     """What is done about processes that fail."""
+    mismatch: MismatchConfig = MismatchConfig()
+    """How far engine and trainer may be apart."""
     runtime: Literal["local", "ray"] = "local"
     """Where the processes are: on this machine, or on the nodes of a Ray cluster."""
     ray: RayConfig = RayConfig()
@@ -148,8 +160,13 @@ class RunConfig(Config):
             raise ValueError("'reward.functions' is empty: name what a response is worth, for instance [\"exact\"]")
         if self.rollout.engine.kind == "vllm" and self.control.mode == "partial":
             raise ValueError("'control.mode' can't be 'partial' with vLLM, which would change weights under old KV")
-        if self.evaluation.every and self.environment.kind is not None:
-            raise ValueError("'evaluation.every' must be 0 with an environment: held-out prompts have one turn")
+        lora = self.trainer.lora
+        if self.rollout.engine.kind == "vllm" and lora is not None and not isinstance(lora.targets, str):
+            embeddings = [target for target in lora.targets if target.rpartition(".")[2] in ("embed_tokens", "wte")]
+            if embeddings:
+                raise ValueError(
+                    f"'trainer.lora.targets': vLLM serves no adapter of embeddings; leave out {embeddings[0]}"
+                )
         if self.runtime == "ray" and self.ray.shared_folder and self.weights == "memory":
             raise ValueError("'weights' must be 'disk' with 'ray.shared_folder': no other node sees this one's memory")
         return self

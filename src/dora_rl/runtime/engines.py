@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable
 
+from dora_rl.core.cores import usable_cores
 from dora_rl.core.nouns import InstanceId, Nanoseconds
 from dora_rl.engine.engine import Engine
 from dora_rl.engine.port import RolloutEngine
@@ -25,7 +25,7 @@ def make_engine(config: RunConfig, store: Leasing, instance: InstanceId, threads
     engine = Engine(
         loaded.model, source, config.rollout.engine, tokenizer=loaded.tokenizer, instance=instance, clock=clock
     )
-    engine.set_threads(threads)
+    engine.set_threads(config.rollout.engine.threads or threads)
     return engine
 
 
@@ -45,7 +45,7 @@ def _vllm(config: RunConfig, store: Leasing, instance: InstanceId, clock: Clock)
         settings,
         slots=slots,
         lora=lora,
-        threads=settings.threads or max(1, (config.threads or os.cpu_count() or 1) // config.rollout.instances),
+        threads=settings.threads or max(1, (config.threads or usable_cores()) // config.rollout.instances),
         seed=_seed(config.seed, instance),
     )
     prove = settings.vllm.prove and settings.vllm.tensor_parallel_size == 1

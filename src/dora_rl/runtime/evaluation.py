@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from dora_rl.core import commands as c
 from dora_rl.core import events as e
-from dora_rl.core.errors import UserError
+from dora_rl.core.errors import IntegrityError, UserError
 from dora_rl.core.nouns import SlotId, TrajectoryId, Version
 from dora_rl.engine.requests import Request, Sampling
 from dora_rl.envs.data import Dataset, Problem, load
@@ -29,6 +29,7 @@ from dora_rl.runtime.processes import Process, Processes
 
 if TYPE_CHECKING:
     from dora_rl.runtime.config import RunConfig
+    from dora_rl.runtime.evaluation_turns import EvaluationTurns
     from dora_rl.weights.store import Lease, WeightStore
 
 _FIRST = 1 << 48
@@ -80,6 +81,7 @@ class _Running:
     rewards: list[float] = field(default_factory=list)
     failed: int = 0
     tokens: int = 0
+    turns: EvaluationTurns | None = None
 
 
 class Evaluation:
@@ -95,7 +97,9 @@ class Evaluation:
         store: WeightStore,
         decode: Callable[[Sequence[int]], str],
         done: Callable[[Evaluated], None],
+        turns: Callable[..., EvaluationTurns] | None = None,
     ) -> None:
+        """With an environment, `turns` makes the turns of one attempt at an evaluation."""
         self._problems = problems
         self._sampling = sampling
         self._samples = samples
@@ -104,6 +108,8 @@ class Evaluation:
         self._store = store
         self._decode = decode
         self._done = done
+        self._make_turns = turns
+        self._attempts = 0
         self._waiting: deque[tuple[Version, Lease]] = deque()
         self._now: _Running | None = None
         self._process: Process | None = None
@@ -135,6 +141,8 @@ class Evaluation:
         """The engine died; the evaluation begins anew with the next one."""
         self._joined = False
         if self._now is not None:
+            if self._now.turns is not None:
+                self._now.turns.end()
             self._waiting.appendleft((self._now.version, self._now.lease))
             self._now = None
 
@@ -158,13 +166,19 @@ class Evaluation:
         running = self._now
         if not isinstance(message, m.Report) or running is None:
             return
-        for said in message.said:
+        if message.said:
             self._moved = time.monotonic()
+        if running.turns is not None:
+            running.turns.hear(message)
+            return
+        for said in message.said:
             running.responses[said.trajectory].frombytes(said.tokens)
         for event in message.events:
             match event:
                 case e.SlotLoaded() if not running.begun:
                     self._submit(running)
+                case e.SlotLoadFailed(differs=True):
+                    raise IntegrityError(event.reason)
                 case e.SlotLoadFailed():
                     running.failed = len(running.responses)
                     self._end(running)
@@ -189,6 +203,9 @@ class Evaluation:
     def _submit(self, running: _Running) -> None:
         assert self._process is not None
         running.begun = True
+        if self._make_turns is not None:
+            self._play(running)
+            return
         requests = tuple(
             Request(
                 trajectory=trajectory,
@@ -199,6 +216,35 @@ class Evaluation:
             for number, trajectory in enumerate(running.responses)
         )
         self._process.send(m.Submit(slot=0, requests=requests))
+
+    def _play(self, running: _Running) -> None:
+        """Through the environment, a turn at a time."""
+        assert self._make_turns is not None
+        assert self._process is not None
+        process = self._process
+        self._attempts += 1
+        asked = [
+            (trajectory, *self._problems[number // self._samples])
+            for number, trajectory in enumerate(running.responses)
+        ]
+
+        def submit(trajectory: TrajectoryId, prompt: tuple[int, ...], response: tuple[int, ...]) -> None:
+            request = Request(
+                trajectory=trajectory,
+                version=running.version,
+                prompt=prompt,
+                response=response,
+                sampling=self._sampling,
+                parks=True,
+            )
+            process.send(m.Submit(slot=0, requests=(request,)))
+
+        def score(reward: float | None, tokens: int) -> None:
+            running.tokens += tokens
+            self._score(running, reward)
+
+        running.turns = self._make_turns(asked, running.version, self._attempts, process, submit, score)
+        running.turns.begin()
 
     def _judge(self, running: _Running, trajectory: TrajectoryId, judges: Judges) -> None:
         number = trajectory - next(iter(running.responses))
@@ -220,6 +266,8 @@ class Evaluation:
 
     def _end(self, running: _Running) -> None:
         running.lease.close()
+        if running.turns is not None:
+            running.turns.end()
         self._now = None
         self._done(Evaluated(running.version, running.rewards, self._right, running.failed, running.tokens))
         self._next()

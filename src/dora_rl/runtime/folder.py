@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,9 +58,8 @@ class RunFolder:
     @classmethod
     def create(cls, config: RunConfig, base: Path, name: str | None = None) -> RunFolder:
         """A fresh folder under the config's `out`, with the config in it; `base` is where its other paths start."""
+        cls.check_name(name)
         stem = name or time.strftime("%Y%m%d-%H%M%S")
-        if Path(stem).name != stem or stem in (".", ".."):
-            raise UserError(f"'{stem}' can't be the name of a run: it is the name of one folder, under 'out'")
         parent = Path(config.out)
         path = parent / stem
         for number in range(2, 1000):
@@ -67,9 +67,19 @@ class RunFolder:
                 break
             path = parent / f"{stem}-{number}"
         folder = cls(path)
-        folder.logs.mkdir(parents=True)
-        folder._write(config, base.resolve())
+        try:
+            folder.logs.mkdir(parents=True)
+            folder._write(config, base.resolve())
+        except OSError as error:
+            shutil.rmtree(path, ignore_errors=True)
+            raise UserError(unwritable(parent, error)) from error
         return folder
+
+    @staticmethod
+    def check_name(name: str | None) -> None:
+        """Refuse what is not the name of one folder."""
+        if name is not None and (Path(name).name != name or name in (".", "..", "")):
+            raise UserError(f"'{name}' can't be the name of a run: it is the name of one folder, under 'out'")
 
     @classmethod
     def open(cls, path: str | Path) -> RunFolder:
@@ -128,6 +138,11 @@ class RunFolder:
         except (OSError, ValueError, KeyError, TypeError, RecursionError, AssertionError) as error:
             raise UserError(f"{self.config} can't be read: {error}") from error
         return document
+
+
+def unwritable(out: Path, error: OSError) -> str:
+    """The sentence about a folder for runs that can't be written."""
+    return f"no run can be written to '{out}': {error.strerror or error}; set 'out' to another folder (--out FOLDER)"
 
 
 def parse(data: bytes) -> RunConfig:

@@ -9,9 +9,12 @@ from collections.abc import Callable
 
 from dora_rl.core import events as e
 from dora_rl.core.errors import IntegrityError, RunError, UserError
-from dora_rl.core.nouns import Version
+from dora_rl.core.nouns import StepId, Version
+from dora_rl.ledger.notes import CheckpointSaved
 from dora_rl.runtime import messages as m
 from dora_rl.runtime.doing import Doing
+from dora_rl.runtime.manifest import checkpoint_saved
+from dora_rl.runtime.mismatch import Mismatch
 from dora_rl.runtime.noting import Noting
 from dora_rl.runtime.parts import Parts
 from dora_rl.runtime.processes import Process
@@ -27,6 +30,9 @@ class Hearing:
         self._doing = doing
         self._noting = noting
         self._saved = saved
+        self._mismatch = Mismatch(parts.config, parts.notice)
+        self._noted: set[str] | None = None
+        """Checkpoints that are in the ledger; None: not looked up yet."""
 
     def take(self, process: Process, message: m.FromProcess) -> None:
         """One message of a process."""
@@ -130,10 +136,31 @@ class Hearing:
                     parts.happen(event)
                 self._noting.label_trainer()
             case m.Stepped(step=step, metrics=metrics):
-                self._noting.stepped(step, metrics)
+                self._stepped(step, metrics)
+            case m.Checkpoint():
+                self._checkpointed(message)
             case m.Meeting():
                 parts.crew.meet(message)
             case m.Saved(version=version, path=path):
                 self._saved(version, path)
             case _:
                 raise AssertionError(f"not from the trainer: {message}")
+
+    def _checkpointed(self, message: m.Checkpoint) -> None:
+        """A checkpoint that was restored is noted only if it is not known: what is on disk later must not vouch for
+        itself."""
+        ledger = self._parts.ledger
+        if self._noted is None:
+            self._noted = {one.note.name for one in ledger.notes() if isinstance(one.note, CheckpointSaved)}
+        if message.restored and (message.name in self._noted or not message.files):
+            return
+        self._noted.add(message.name)
+        ledger.note(checkpoint_saved(message.name, message.files, message.kept), self._parts.now())
+
+    def _stepped(self, step: StepId, metrics: dict[str, float]) -> None:
+        """A step is computed and not published yet: one whose log-probs can't be right never will be."""
+        figures = metrics | self._mismatch.check(step, metrics)
+        if figures.get("mismatch_alarm"):
+            self._noting.alarmed(step, figures)
+        self._mismatch.refuse(step, figures)
+        self._noting.stepped(step, figures)

@@ -2,7 +2,7 @@
 
 Invariants:
 - a process speaks over the one link that its host made for it, and its end is the end of that link;
-- `end` returns when the process can do nothing more, or be heard by nobody;
+- `end` returns when the process and all that it has started can do nothing more, or be heard by nobody;
 - a process that waits for room is not a process that fails.
 """
 
@@ -16,11 +16,13 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from dora_rl.core.cores import usable_cores
 from dora_rl.core.errors import BundleError
 from dora_rl.core.nouns import Version
 from dora_rl.core.processes import alive
 from dora_rl.runtime.folder import RunFolder
-from dora_rl.runtime.nursery import Nursery
+from dora_rl.runtime.keeper import PATIENCE
+from dora_rl.runtime.nursery import Forked, Nursery
 
 Link = Callable[[], tuple[socket.socket, socket.socket]]
 
@@ -96,8 +98,8 @@ class Child:
     machine = ""
     waits = False
 
-    def __init__(self, pid: int, link: socket.socket) -> None:
-        self._pid = pid
+    def __init__(self, forked: Forked, link: socket.socket) -> None:
+        self._pid, self._keeper = forked
         self.link = link
 
     def alive(self) -> bool:
@@ -107,11 +109,14 @@ class Child:
         return ""
 
     def end(self) -> None:
-        # One that was just forked has no group of its own yet.
         for kill in (os.killpg, os.kill):
             with contextlib.suppress(ProcessLookupError):
                 kill(self._pid, signal.SIGKILL)
-        while self.alive():
+        end = time.monotonic() + 2 * PATIENCE  # the keeper gives up before, unless somebody has stopped it
+        while alive(self._keeper):
+            if time.monotonic() > end:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._keeper, signal.SIGKILL)
             time.sleep(0.001)
 
 
@@ -122,7 +127,7 @@ class LocalHost:
         self._folder = folder
         self._nursery = nursery
         self._link = link
-        self._cores = os.cpu_count() or 1
+        self._cores = usable_cores()
 
     def begin_with(self, wake: Callable[[], None]) -> None:
         """A process that is forked is connected."""

@@ -25,6 +25,7 @@ from dora_rl.core.nouns import Nanoseconds
 from dora_rl.engine.requests import StepOutput, Tokens
 from dora_rl.engine.requests import StopReason as EngineStop
 from dora_rl.runtime import messages as m
+from dora_rl.runtime import spinning
 from dora_rl.runtime.carriage import Carriage
 from dora_rl.runtime.channel import Channel
 from dora_rl.runtime.engines import make_engine
@@ -33,8 +34,6 @@ from dora_rl.runtime.heart import beat
 
 _GATHER = 0.03
 """Seconds for which reports are gathered when nothing hangs on them."""
-_MODESTY = 15
-"""Added to the niceness of the process."""
 _NAP = 0.002
 """Seconds between two looks at a slot that is loading."""
 
@@ -43,15 +42,17 @@ class Instance:
     """The process."""
 
     def __init__(self, start: m.Start, channel: Channel[m.ToProcess], carriage: Carriage) -> None:
-        # Who consumes comes first: the trainer takes what it needs of shared cores, rollout has all the rest.
-        os.nice(_MODESTY)
+        os.nice(start.niceness)
         torch.set_num_threads(start.threads)
+        spinning.watch()
         config = parse(start.config)
         self._channel = channel
         self._carriage = carriage
         self._origin = start.origin
         self._mixes = config.control.mode == "partial"
         self._heartbeat = config.rollout.heartbeat_seconds
+        self._threads = config.rollout.engine.threads
+        """Where set, they are not shared out by the supervisor."""
         weights = carriage.weights(start, config)
         self._engine = make_engine(config, weights, start.name, start.threads, self._now)
         self._said: list[m.Said] = []
@@ -106,7 +107,7 @@ class Instance:
             case m.Extend() | m.End():
                 self._go_on(message)
             case m.Threads(count=count):
-                self._engine.set_threads(count)
+                self._engine.set_threads(self._threads or count)
             case _:
                 raise AssertionError(f"not for an instance: {message}")
 

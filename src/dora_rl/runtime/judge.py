@@ -3,6 +3,8 @@
 Rewards and verdicts are made in the main thread, one after the other, since they may use signals. With `reward.at_once`
 above 1 rewards are made in threads; with `environment.at_once` above 1 environments are asked in threads: each session
 by one thread at a time.
+
+A process that user code forks is not a judge: it has no channel, and ends when it comes back from the user's function.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ def serve(start: m.Start, channel: Channel[m.ToProcess], messages: list[m.ToProc
     plays = _Plays(config, base, judge) if config.environment.kind is not None else None
     at_once = config.reward.at_once if plays is None else config.environment.at_once
     pool = ThreadPoolExecutor(at_once) if at_once > 1 else None
+    os.register_at_fork(after_in_child=channel.close)
     channel.send(m.Ready())
     while True:
         for message in messages:

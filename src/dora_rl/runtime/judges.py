@@ -1,7 +1,8 @@
 """The judges, as the supervisor sees them: each answers so many questions at a time, each question has a deadline.
 
 Invariants:
-- every question is answered once: by a verdict, or by `failed` if the judge hung or died over it twice;
+- every question is answered once: by a verdict, or by `failed` if the judge hung over it or died over it twice;
+- a judge that dies while it is asked something dies of the question: that never counts against the process;
 - a judge that hangs is killed; the others go on, and what else it was asked is asked elsewhere;
 - the second time a question is asked it is asked alone, so whoever dies over it dies of it;
 - all questions of a session go to the judge that has it, until that judge is lost.
@@ -19,6 +20,7 @@ import msgspec
 
 from dora_rl.runtime import messages as m
 from dora_rl.runtime.processes import Process, Processes
+from dora_rl.runtime.reward_guard import RewardGuard
 
 _TRIES = 2
 Question = m.Judge | m.Play
@@ -59,6 +61,7 @@ class Judges:
         """Questions that each is asked a second time."""
         self._first_due = math.inf
         """No deadline is before this."""
+        self._guard = RewardGuard()
 
     def ask(self, question: Question, answer: Answer, timeout: float, session: int | None = None) -> None:
         """Ask; `answer` is called with the reply."""
@@ -78,6 +81,10 @@ class Judges:
     def pending(self) -> int:
         return len(self._waiting) + sum(map(len, self._asked.values()))
 
+    def asked(self, process: Process) -> bool:
+        """It has a question to answer."""
+        return bool(self._asked[process.place])
+
     def ready(self, process: Process) -> None:
         self._ready.add(process.place)
         self._hand_out()
@@ -87,6 +94,7 @@ class Judges:
         if question is not None:
             self._again[process.place] -= question.tries > 1
             process.failures = 0
+            self._guard.answered(question.item, message.failed)
             self._answer(question, message)
         self._hand_out()
 
@@ -103,7 +111,8 @@ class Judges:
         asked.clear()
         self._again[process.place] = 0
         for question in blamed:
-            self._fail(question, "the process that judged it died")
+            what = "reward" if isinstance(question.message, m.Judge) else "environment"
+            self._fail(question, f"the process died in which the {what} ran")
         self._hand_out()
 
     def overdue(self) -> list[Process]:
@@ -121,7 +130,7 @@ class Judges:
             for question in late:
                 del asked[question.item]
                 what = "reward" if isinstance(question.message, m.Judge) else "environment"
-                self._fail(question, f"the {what} took longer than {question.timeout:g} s")
+                self._fail(question, f"the {what} took longer than {question.timeout:g} s", late=True)
             for question in asked.values():  # it is no fault of theirs that the judge is killed
                 question.tries -= 1
             self._again[place] = sum(question.tries > 1 for question in asked.values())
@@ -163,6 +172,8 @@ class Judges:
         if question.session is not None and question.session not in self._homes:
             self._homes[question.session] = place
             self._guests[place] += 1
+        if not question.tries:
+            self._guard.asked(question.item, question.message.problem.key)
         question.tries += 1
         self._again[place] += question.tries > 1
         question.due = time.monotonic() + question.timeout
@@ -180,5 +191,6 @@ class Judges:
         if home is not None:
             self._guests[home] -= 1
 
-    def _fail(self, question: _Question, reason: str) -> None:
+    def _fail(self, question: _Question, reason: str, *, late: bool = False) -> None:
+        self._guard.answered(question.item, reason, late=late)
         self._answer(question, m.Judged(item=question.item, reward=None, parts={}, failed=reason))

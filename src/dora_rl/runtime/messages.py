@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from dora_rl.core.commands import AnyCommand
+from dora_rl.core.digests import FileDigest
 from dora_rl.core.events import AnyEvent
 from dora_rl.core.nouns import (
     Attempt,
@@ -42,6 +43,8 @@ class Start(Message, frozen=True, kw_only=True):
     origin: Nanoseconds
     """Monotonic time at which the run's clock reads zero."""
     threads: int
+    niceness: int = 0
+    """Added to that of the process."""
     rank: int = 0
     """Of the trainer's processes, which one."""
     ranks: int = 1
@@ -277,6 +280,16 @@ class Stepped(Message, frozen=True, kw_only=True):
     metrics: dict[str, float]
 
 
+class Checkpoint(Message, frozen=True, kw_only=True):
+    """A checkpoint was written, file by file; `kept` are all that are on disk now."""
+
+    name: str
+    files: dict[str, FileDigest]
+    kept: tuple[str, ...]
+    restored: bool = False
+    """It was there when this trainer began, and not written by it."""
+
+
 class Saved(Message, frozen=True, kw_only=True):
     """A checkpoint is on disk."""
 
@@ -350,6 +363,7 @@ FromProcess = (
     | Counted
     | Alive
     | Stepped
+    | Checkpoint
     | Meeting
     | Saved
     | Ready

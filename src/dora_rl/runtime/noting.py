@@ -36,6 +36,11 @@ class Noting:
         self._parts.recorder.stepped(step, metrics, groups)
         self._write_samples(step)
 
+    def alarmed(self, step: StepId, figures: dict[str, float]) -> None:
+        """Engine and trainer are far apart in a step, which may be the last of the run."""
+        recorder, gap, level = self._parts.recorder, figures["mismatch_gap"], figures["mismatch_alarm"]
+        recorder.note("mismatch", self._parts.now(), step=step, gap=gap, stopped=level == 2.0)
+
     def evaluated(self, result: Evaluated) -> None:
         """An evaluation is over."""
         self._parts.recorder.evaluated(result, self._parts.now())
@@ -72,6 +77,7 @@ class Noting:
                     "response": parts.text.decode(one.response),
                     "tokens": len(one.response),
                     "reward": one.reward,
+                    "reward_parts": one.reward_parts,
                     "stop": one.ended,
                 }
                 parts.recorder.sample(record)

@@ -6,13 +6,13 @@ starts quickly, and a process that was lost is back at once.
 Invariants:
 - the nursery computes nothing and has one thread, so that a fork of it is a whole process;
 - it ends with its supervisor, and its children with it;
+- between it and each process that it forks is a keeper, which ends all that the process has started when it ends;
 - one that is gone or hangs is replaced; its children are lost with it, which the supervisor handles as any loss.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import os
 import signal
@@ -20,24 +20,35 @@ import socket
 import struct
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from dora_rl.core.errors import RunError
+from dora_rl.core.processes import adopt_orphans, alive, end_descendants, end_with_parent
+from dora_rl.runtime.keeper import PATIENCE, keep
 
-_PR_SET_PDEATHSIG = 1
+_PIDS = struct.Struct("<II")
 _PID = struct.Struct("<I")
 _TRIES = 3
 _IMPORTS = ("dora_rl.runtime.instance", "dora_rl.runtime.trainer", "dora_rl.runtime.judge", "peft")
-ENVIRONMENT = {
-    # Threads that spin on while they wait would take the cores from the other processes; those that sleep at once would
-    # be woken hundreds of times in a step of a small model, which costs as much as a second core brings.
+_WAITING = {
+    # Threads spin for about a millisecond, then sleep; not at all where cores are contended (`runtime.spinning`).
     "OMP_WAIT_POLICY": "PASSIVE",
     "GOMP_SPINCOUNT": "20000",
     "KMP_BLOCKTIME": "0",
+}
+_QUIET = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
+
+
+class Forked(NamedTuple):
+    """A process that was forked: its id, which is that of its process group too, and that of its keeper."""
+
+    pid: int
+    keeper: int
 
 
 class Nursery:
@@ -46,21 +57,26 @@ class Nursery:
     patience = 120.0
     """Seconds for an answer, importing included."""
 
-    def __init__(self, log: Path) -> None:
-        self._log = log
+    def __init__(self, log: Path | None) -> None:
+        """Begin one; without a log it can be begun before there is a run folder."""
+        self._log = log or Path(os.devnull)
         self._link, self.pid = self._begin()
 
-    def fork(self, link: socket.socket, log: IO[bytes]) -> int:
-        """A process that speaks over `link` and prints to `log`; its process id, which is that of its group too."""
+    def log_to(self, log: Path) -> Nursery:
+        """Say where one that is begun anew prints to."""
+        self._log = log
+        return self
+
+    def fork(self, link: socket.socket, log: IO[bytes]) -> Forked:
+        """A process that speaks over `link` and prints to `log`."""
         for _ in range(_TRIES):
             try:
                 socket.send_fds(self._link, [b"f"], [link.fileno(), log.fileno()])
-                answer = self._link.recv(_PID.size)
+                answer = self._link.recv(_PIDS.size)
             except OSError:  # a timeout is one too
                 answer = b""
-            if len(answer) == _PID.size:
-                (pid,) = _PID.unpack(answer)
-                return int(pid)
+            if len(answer) == _PIDS.size:
+                return Forked(*_PIDS.unpack(answer))
             self._end(0.0)
             self._link, self.pid = self._begin()
         raise RunError(f"no process can be started; see {self._log}, then resume the run")
@@ -79,7 +95,7 @@ class Nursery:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=os.environ | ENVIRONMENT,
+                env=os.environ | variables(os.environ),
                 start_new_session=True,
             )
         return ours, self._process.pid
@@ -92,12 +108,9 @@ class Nursery:
         self._process.wait()
 
 
-def end_with_parent(parent: int) -> None:
-    """Not to outlive the parent, even in the middle of a long computation: what it does would count for nothing."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+def variables(given: Mapping[str, str]) -> dict[str, str]:
+    """Environment variables for a process that imports torch. A user's own settings of how threads wait are kept."""
+    return _QUIET | ({} if _WAITING.keys() & given.keys() else _WAITING)
 
 
 def serve(link: socket.socket, parent: int) -> None:
@@ -105,42 +118,49 @@ def serve(link: socket.socket, parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system buries the dead
+    adopt_orphans()
     end_with_parent(parent)
     for name in _IMPORTS:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    keepers: set[int] = set()
     while True:
         asked, fds, _, _ = socket.recv_fds(link, 1, 2)
+        # What a process has started falls to the nursery if its keeper was killed: nobody else would end it.
+        keepers = {keeper for keeper in keepers if asked and alive(keeper)}
+        end_descendants(PATIENCE, keepers)
         if not asked:
             return
-        nursery = os.getpid()
-        ready, told = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            link.close()
-            os.close(ready)
-            _become_child(nursery, told, *fds)
-        for fd in (told, *fds):
-            os.close(fd)
-        os.read(ready, 1)  # ends when the child will end with us: nobody knows it before, so nobody can stop it before
+        forked = _fork(link, *fds)
+        keepers.add(forked.keeper)
+        link.sendall(_PIDS.pack(*forked))
+
+
+def _fork(link: socket.socket, theirs: int, log: int) -> Forked:
+    nursery = os.getpid()
+    ready, told = os.pipe()
+    keeper = os.fork()
+    if keeper == 0:
+        link.close()
         os.close(ready)
-        link.sendall(_PID.pack(pid))
+        keep(nursery, lambda: _become_child(told, theirs, log))
+    for fd in (told, theirs, log):
+        os.close(fd)
+    # The process says who it is when it will end with its keeper: nobody knows it before, so nobody can stop it before.
+    said = os.read(ready, _PID.size)
+    os.close(ready)
+    return Forked(_PID.unpack(said)[0] if len(said) == _PID.size else keeper, keeper)
 
 
-def _become_child(nursery: int, told: int, link: int, log: int) -> None:
+def _become_child(told: int, link: int, log: int) -> None:
     from dora_rl.runtime.child import main as child
 
-    end_with_parent(nursery)
+    os.write(told, _PID.pack(os.getpid()))
     os.close(told)
-    os.setpgid(0, 0)  # a group of its own to be killed by, in one session: niceness counts only within one
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    try:
-        child(socket.socket(fileno=link))
-    finally:
-        os._exit(1)
+    child(socket.socket(fileno=link))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ Invariants:
 - a process that ends is noticed by the end of its channel, at once;
 - it is started again after a pause that doubles with each failure in a row; after too many it is given up. Failures
   are in a row if they follow soon, or if the process names the same cause each time, however long it lives;
+- a process that ends over a question that it was asked is no failure of the process: it is started again at once;
 - no process outlives its supervisor, however that ends.
 """
 
@@ -25,6 +26,7 @@ from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.folder import RunFolder
 from dora_rl.runtime.hosting import Host, Hosted
 from dora_rl.runtime.messages import FromProcess, Message, Start, Stop
+from dora_rl.runtime.threads import niceness
 
 _SOUND = 30.0
 """Seconds after which a process that lived so long no longer counts as failing in a row."""
@@ -158,9 +160,13 @@ class Processes:
                 found.append((process, f"no sign of life for {beat:g} s"))
         return found
 
-    def bury(self, process: Process, reason: str) -> bool:
+    def bury(self, process: Process, reason: str, *, by_question: bool = False) -> bool:
         """The process has ended, or shall: make sure of it and plan its next life; False if it is given up."""
         self._kill(process)
+        if by_question:
+            process.cause = process.said = ""
+            process.restart_at = time.monotonic()
+            return True
         soon = time.monotonic() - process.born <= _SOUND
         again = bool(process.said) and process.said == process.cause
         process.failures = process.failures + 1 if soon or again else 1
@@ -228,10 +234,18 @@ class Processes:
                 base=str(self._folder.base()),
                 origin=self._origin,
                 threads=process.threads,
+                niceness=self._niceness(process),
                 rank=process.rank,
                 ranks=process.ranks,
             )
         )
+
+    def _niceness(self, process: Process) -> int:
+        """Who consumes comes first: the trainer takes what it needs of shared cores, rollout has all the rest."""
+        if process.role != "instance":
+            return 0
+        overlap = self._config.control.mode != "sync" or process.place == "evaluator"
+        return niceness(self.cores(process.machine), self._config.rollout.instances, overlap=overlap)
 
     def _receive(self, process: Process) -> list[FromProcess]:
         """What a process says; one whose words can't be understood is as good as dead."""

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
+import statistics
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -18,6 +21,9 @@ from dora_rl.runtime.books import GroupBook
 from dora_rl.runtime.evaluation import Evaluated
 from dora_rl.runtime.folder import RunFolder
 from dora_rl.runtime.messages import Share, Spent
+
+_LONGEST_TAG = 80
+"""Letters of the part of a tag that users have named."""
 
 
 class Tracker(Protocol):
@@ -78,6 +84,7 @@ class Recorder:
         tokens = sum(len(one.response) for group in groups for one in group.trajectories.values() if not one.failed)
         self.tokens += tokens
         ours = {f"off_policy/staleness_{age}": count / len(groups) for age, count in sorted(ages.items())}
+        ours |= reward_figures([one.reward_parts for group in groups for one in group.trajectories.values()])
         self._pending[step] = metrics | ours | {"batch/response_tokens": float(tokens)}
 
     def published(self, version: Version, now: Nanoseconds, live: int, verdicts: int, ledger_seconds: float) -> None:
@@ -100,7 +107,7 @@ class Recorder:
                 "rollout/failed_trajectories": float(verdicts),
                 "timing_s/ledger": ledger_seconds,
                 **{
-                    f"idle/{key.removeprefix('idle: ')}": spent / slot_time
+                    f"idle/{Because(key.removeprefix('idle: ')).tag}": spent / slot_time
                     for key, spent in sorted(self._step_time.items())
                     if key.startswith("idle: ")
                 },
@@ -184,6 +191,30 @@ class Recorder:
     def _line(self, file: IO[str], record: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def reward_figures(parts: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Mean and standard deviation of each part of the reward, over the trajectories that have it."""
+    values: dict[str, list[float]] = {}
+    for one in parts:
+        for name, value in one.items():
+            values.setdefault(name, []).append(value)
+    figures: dict[str, float] = {}
+    for name in sorted(values):
+        tag = _tag(name)
+        number = 2
+        while f"reward/{tag}/mean" in figures:  # names that differ only in what a tag can't have
+            tag = f"{_tag(name)}_{number}"
+            number += 1
+        figures[f"reward/{tag}/mean"] = statistics.fmean(values[name])
+        figures[f"reward/{tag}/std"] = statistics.pstdev(values[name])
+    return figures
+
+
+def _tag(name: str) -> str:
+    """A name that users have given, as a part of a metric's tag: letters, digits and a few signs, and not too long."""
+    steps = [re.sub(r"[^A-Za-z0-9_.-]+", "_", step).strip("_") for step in name.split("/")]
+    return "/".join(step for step in steps if step)[:_LONGEST_TAG].rstrip("/") or "unnamed"
 
 
 def _append(path: Path) -> IO[str]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dora_rl.control.orchestrator import Orchestrator
 from dora_rl.core import commands as c
@@ -25,9 +26,11 @@ from dora_rl.ledger.ledger import Ledger
 from dora_rl.models.loading import load_tokenizer
 from dora_rl.runtime.books import Books, Prompts
 from dora_rl.runtime.evaluation import Evaluation, evaluated, held_out_problems
+from dora_rl.runtime.evaluation_turns import EvaluationTurns
 from dora_rl.runtime.folder import RunFolder
 from dora_rl.runtime.machine import Machine
 from dora_rl.runtime.processes import Processes
+from dora_rl.runtime.provenance import Provenance
 from dora_rl.runtime.recorder import Recorder
 from dora_rl.runtime.replay import replay
 from dora_rl.runtime.scaling import Scaling
@@ -35,6 +38,9 @@ from dora_rl.runtime.text import Text
 from dora_rl.runtime.trackers import trackers
 from dora_rl.runtime.world import ProcessWorld
 from dora_rl.trainer import checkpoint
+
+if TYPE_CHECKING:
+    from dora_rl.runtime.preflight import Prepared
 
 _DYING = 1.0
 """Seconds in which a supervisor that was killed lets go of its run."""
@@ -52,8 +58,11 @@ class Run:
         notice: Callable[[str], None] = lambda _: None,
         machine: Machine = Machine(),  # noqa: B008
         bound: int | None = None,
+        prepared: Prepared | None = None,
     ) -> None:
         self.folder = folder
+        self._prepared = prepared
+        """What was read when the run was checked, before it had a folder."""
         self._bound = bound
         """Another K than the run had so far."""
         self.config = folder.read()
@@ -66,8 +75,9 @@ class Run:
 
     def _wire(self, notice: Callable[[str], None], machine: Machine, undo: contextlib.ExitStack) -> None:
         folder = self.folder
-        self.text = Text(load_tokenizer(self.config.model), self.config)
-        self.dataset: Dataset = load(self.config.data, folder.base())
+        ready = self._prepared
+        self.text = Text(load_tokenizer(self.config.model), self.config) if ready is None else ready.text
+        self.dataset: Dataset = load(self.config.data, folder.base()) if ready is None else ready.dataset
         self.orchestrator = Orchestrator(self.config.control)
         control = self.config.control
         self._books = Books(Prompts(self.dataset), self.text.encode, control.group_size)
@@ -76,6 +86,8 @@ class Run:
             folder.ledger, control.group_size, mirror=folder.events, woken=self._wake, opened=machine.connect
         )
         undo.callback(self._ledger.close)
+        self._provenance = Provenance(folder, self.config, self._ledger, notice)
+        self._provenance.check()
         past = self._replay()
         origin = machine.clock() - past.at
         self._processes = Processes(folder, self.config, self._host, origin, past.lives)
@@ -93,9 +105,10 @@ class Run:
             notice=notice,
             clock=machine.clock,
         )
-        self.world.go_on_from(self.orchestrator.newest)
+        self.world.go_on_from(self.orchestrator.newest, past.bound)
         self._evaluate(store)
         self._past = past
+        self._provenance.record(past.at)
 
     def go(self, watch: Callable[[], None] = lambda: None) -> None:
         """Until nothing is left to do, or the world is told to stop; `watch` is called after each event."""
@@ -105,7 +118,9 @@ class Run:
                 changed = [] if self._bound is None else [e.BoundChanged(max_staleness=self._bound)]
                 self.world.again([*self._past.losses(), *changed], self._past.open_commands())
             if not self.orchestrator.finished or not self._saved() or self.world.evaluating:
-                self.world.begin(None if self.orchestrator.finished else Scaling(self.folder, self._host))
+                self.world.begin(
+                    None if self.orchestrator.finished else Scaling(self.folder, self._host, self.world.rescaled)
+                )
                 drive(_Watched(self.orchestrator, watch), self.world)
         finally:
             self.close()
@@ -115,6 +130,7 @@ class Run:
         assert self._processes is not None
         self._processes.stop(patience=_PATIENCE)
         sweep()  # what instances that were killed have left in shared memory
+        self._provenance.look_again(self.world.now())
         self._ledger.close()
         self.recorder.settle(self.world.now())
         self.recorder.close()
@@ -130,7 +146,9 @@ class Run:
         settings = self.config.evaluation
         if not settings.every:
             return
-        held_out = held_out_problems(self.config, self.folder.base(), self.dataset)
+        held_out = None if self._prepared is None else self._prepared.held_out
+        if held_out is None:
+            held_out = held_out_problems(self.config, self.folder.base(), self.dataset)
         self.world.evaluate_with(
             Evaluation(
                 [(problem, self.text.encode(problem)) for problem in held_out],
@@ -141,7 +159,20 @@ class Run:
                 store,
                 self.text.decode,
                 self.world.evaluated,
+                self._evaluation_turns() if self.config.environment.kind is not None else None,
             )
+        )
+
+    def _evaluation_turns(self) -> Callable[..., EvaluationTurns]:
+        """Held-out prompts are played through the environment as those of training are."""
+        return functools.partial(
+            EvaluationTurns,
+            text=self.text,
+            judges=self.world.judges,
+            most_tokens=self.config.control.max_response_tokens,
+            most_context=self.config.rollout.engine.max_context,
+            most_requests=self.config.rollout.engine.max_requests,
+            timeout=self.config.environment.timeout_seconds,
         )
 
     def _wake(self) -> None:
@@ -204,6 +235,8 @@ class _Past:
         """Versions that were published and not retired."""
         self.lives: dict[str, int] = {}
         """The last life of each place: names are never used again."""
+        self.bound: int | None = None
+        """K, if it was changed."""
         self._instances: dict[InstanceId, None] = {}
         self._scores: dict[TrajectoryId, c.Score] = {}
         self._fetch: c.FetchPrompts | None = None
@@ -222,6 +255,8 @@ class _Past:
                 self._scores.pop(trajectory, None)
             case e.PromptsArrived():
                 self._fetch = None
+            case e.BoundChanged(max_staleness=bound):
+                self.bound = bound
             case e.Published(version=version):
                 self.held.add(version)
             case _:

@@ -7,6 +7,7 @@ that is resumed as well. On a cluster that is to be filled, the cluster says it.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 
 from dora_rl.core.errors import UserError
 from dora_rl.runtime.folder import RunFolder
@@ -16,9 +17,11 @@ from dora_rl.runtime.hosting import Host
 class Scaling:
     """Looks for the number."""
 
-    def __init__(self, folder: RunFolder, host: Host) -> None:
+    def __init__(self, folder: RunFolder, host: Host, changed: Callable[[int, int], None] = lambda *_: None) -> None:
         self._folder = folder
         self._host = host
+        self._changed = changed
+        """Called with the number before and after, when somebody has written another."""
         self._seen: tuple[int, int] | None = None
         self._number = 0
 
@@ -31,8 +34,11 @@ class Scaling:
         status = self._folder.config.stat()
         seen = (status.st_mtime_ns, status.st_ino)
         if seen != self._seen:
+            before = self._number
             with contextlib.suppress(UserError):  # as it was, if somebody has written nonsense
                 self._number = self._folder.read().rollout.instances
+            if before not in (0, self._number):
+                self._changed(before, self._number)
             self._seen = seen
         return self._number
 

@@ -14,10 +14,10 @@ from typing import Any, Protocol, Self
 from dora_rl.core.errors import StoreError, VersionError
 from dora_rl.core.nouns import Fingerprint, Version
 from dora_rl.core.ports import PublishedFile
+from dora_rl.core.probe import Probe
+from dora_rl.models import lora
 from dora_rl.trainer.config import LoraConfig
 from dora_rl.weights.layout import Manifest
-
-_PREFIX = "base_model.model."
 
 
 class Leased(Protocol):
@@ -49,11 +49,13 @@ class Leasing(Protocol):
 class StoreWeights:
     """Published versions as the source of an engine."""
 
-    def __init__(self, store: Leasing, model: Any, lora: LoraConfig | None) -> None:
+    def __init__(self, store: Leasing, model: Any, lora_config: LoraConfig | None) -> None:
         self._store = store
-        self._lora = lora
+        self._lora = lora_config
         self._base: dict[str, Any] = {}
-        if lora is not None:
+        self._transposed: set[str] = set()
+        if lora_config is not None:
+            self._transposed = lora.transposed(model)
             self._base = {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
     def tensors(self, version: Version) -> Mapping[str, Any]:
@@ -67,16 +69,14 @@ class StoreWeights:
         with _lease(self._store, version) as lease:
             return lease.prove(lease.tensors())
 
+    def probe(self, version: Version) -> Probe | None:
+        """What the trainer published with the version."""
+        with _lease(self._store, version) as lease:
+            return lease.manifest.probe
+
     def _merge(self, adapter: Mapping[str, Any]) -> dict[str, Any]:
         assert self._lora is not None, "an adapter was published, but the run trains all weights"
-        scale = self._lora.alpha / self._lora.rank
-        merged = dict(self._base)
-        for name, a in adapter.items():
-            if name.endswith(".lora_A.weight"):
-                b = adapter[name.replace(".lora_A.", ".lora_B.")]
-                target = name.removeprefix(_PREFIX).removesuffix(".lora_A.weight") + ".weight"
-                merged[target] = merged[target] + (b @ a).to(merged[target].dtype) * scale
-        return merged
+        return dict(lora.merge(self._base.items(), adapter, scale=self._lora.scale, transposed=self._transposed))
 
 
 class StoreFiles:
@@ -89,7 +89,8 @@ class StoreFiles:
     def hold(self, version: Version) -> Iterator[PublishedFile]:
         """The file of a version, leased meanwhile and proven."""
         with _lease(self._store, version) as lease, lease.file() as path:
-            yield PublishedFile(path, lease.prove(lease.tensors()), lease.manifest.adapter)
+            manifest = lease.manifest
+            yield PublishedFile(path, lease.prove(lease.tensors()), manifest.adapter, manifest.probe)
 
 
 def _lease(store: Leasing, version: Version) -> Leased:

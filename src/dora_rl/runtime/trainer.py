@@ -24,10 +24,13 @@ from dora_rl.core.nouns import Version
 from dora_rl.core.trajectory import Group, Trajectory
 from dora_rl.models.loading import load
 from dora_rl.runtime import messages as m
+from dora_rl.runtime import spinning
 from dora_rl.runtime.channel import Channel
 from dora_rl.runtime.folder import RunFolder, parse
+from dora_rl.runtime.manifest import checkpoint_names, manifest
 from dora_rl.runtime.ranks import Ears, Silent, gather
 from dora_rl.trainer import checkpoint
+from dora_rl.trainer.gaps import explained_by_sampling
 from dora_rl.trainer.trainer import Trainer
 
 _IDLE = 5.0
@@ -38,6 +41,7 @@ class TrainerProcess:
 
     def __init__(self, start: m.Start, channel: Channel[m.ToProcess], address: str) -> None:
         torch.set_num_threads(start.threads)
+        spinning.watch()
         self._folder = RunFolder.open(start.folder)
         config = parse(start.config)
         self._config = config
@@ -49,7 +53,10 @@ class TrainerProcess:
         loaded = load(config.model)
         self._tokenizer = loaded.tokenizer
         settings = config.trainer.model_copy(update={"temperature": config.sampling.temperature})
-        self._trainer = Trainer(loaded.model, settings, world=world)
+        sampling = config.sampling
+        truncation = explained_by_sampling(sampling.top_p, sampling.top_k, sampling.min_p)
+        self._trainer = Trainer(loaded.model, settings, world=world, truncation=truncation, seed=config.seed)
+        self._trainer.routers.check_replay()
         self._store = self._folder.store(config)
         if world.rank == 0:
             self._sole = _wait_to_be_sole(self._folder)
@@ -64,6 +71,8 @@ class TrainerProcess:
         """Until told to stop, or alone."""
         if self._saved is None:
             self._checkpoint()  # so that a crash before the first step goes back to the same weights
+        else:
+            self._report_checkpoint(checkpoint.latest(self._folder.checkpoints), restored=True)
         self._tell(e.TrainerReady(version=self._trainer.version))
         while True:
             for message in self._ears.share(merged(messages)):
@@ -97,7 +106,14 @@ class TrainerProcess:
                 self._due = self._trainer.version % self._config.checkpoint.every == 0
             case m.Do(command=c.Publish() as command):
                 fingerprint = self._publish(command.version)
-                self._tell(e.Published(version=command.version, attempt=command.attempt, fingerprint=fingerprint))
+                self._tell(
+                    e.Published(
+                        version=command.version,
+                        attempt=command.attempt,
+                        fingerprint=fingerprint,
+                        probe=self._probe_digest(command.version),
+                    )
+                )
                 if self._due:
                     self._checkpoint()
             case m.Save():
@@ -123,13 +139,27 @@ class TrainerProcess:
         # One rank writes, and all gather.
         return self._trainer.publish(version, self._store) if self._trainer.world.any(differs) else found
 
+    def _probe_digest(self, version: Version) -> str:
+        """Of what stands in the store: that is what slots are compared with."""
+        if self._trainer.world.rank:
+            return ""  # this rank says nothing
+        probe = self._store.manifest(version).probe
+        return "" if probe is None else probe.digest
+
     def _checkpoint(self) -> None:
         self._due = False
         folder, keep = self._folder.checkpoints, self._config.checkpoint.keep
-        checkpoint.save(folder, self._trainer, tokenizer=self._tokenizer, keep=keep)
+        path = checkpoint.save(folder, self._trainer, tokenizer=self._tokenizer, keep=keep)
         self._saved = self._trainer.version
+        self._report_checkpoint(path)
         # What is told is the oldest that may be gone back to.
         self._tell(e.Checkpointed(version=checkpoint.versions(folder)[0]))
+
+    def _report_checkpoint(self, path: Path | None, *, restored: bool = False) -> None:
+        """One that was restored is reported too: the trainer that wrote it may have ended before it could."""
+        if path is not None and self._ears.alone:
+            kept = tuple(checkpoint_names(self._folder.checkpoints))
+            self._mouth.send(m.Checkpoint(name=path.name, files=manifest(path), kept=kept, restored=restored))
 
     def _restore(self) -> None:
         while (path := checkpoint.latest(self._folder.checkpoints)) is not None:
@@ -142,7 +172,7 @@ class TrainerProcess:
                     _set_aside(path)
                 self._trainer.world.barrier()
                 print(f"{error}; going back to the checkpoint before it", file=sys.stderr)  # noqa: T201
-        if self._folder.checkpoints.is_dir() and any(self._folder.checkpoints.glob("damaged-*")):
+        if self._folder.checkpoints.is_dir() and any(self._folder.checkpoints.glob(f"{checkpoint.DAMAGED}*")):
             raise CheckpointError(f"no checkpoint in {self._folder.checkpoints} can be read any more")
 
     def _tell(self, event: e.AnyEvent) -> None:
@@ -204,4 +234,4 @@ def _wait_to_be_sole(folder: RunFolder) -> IO[str]:
 
 
 def _set_aside(path: Path) -> None:
-    path.rename(path.with_name(f"damaged-{path.name}"))
+    path.rename(path.with_name(f"{checkpoint.DAMAGED}{path.name}"))

@@ -16,16 +16,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from dora_rl.core import events as e
 from dora_rl.core.nouns import Attempt, InstanceId, SlotId, TrajectoryId
-from dora_rl.ledger.ledger import Ledger
 from dora_rl.ledger.writing import SaidRow
 from dora_rl.runtime import messages as m
-from dora_rl.runtime.books import Books
+from dora_rl.runtime.books import GroupBook, TrajectoryBook
 from dora_rl.runtime.judges import Judges
 from dora_rl.runtime.text import Text
 
@@ -36,22 +35,40 @@ Submit = Callable[[TrajectoryId, SlotId], None]
 _OTHERWISE = "its environment was lost, and answered otherwise when it was played again"
 
 
+class Trajectories(Protocol):
+    """What is known of the trajectories."""
+
+    def find(self, trajectory: TrajectoryId) -> TrajectoryBook | None: ...
+
+    def trajectory(self, trajectory: TrajectoryId) -> TrajectoryBook: ...
+
+    def group_of(self, trajectory: TrajectoryId) -> GroupBook: ...
+
+
+class Written(Protocol):
+    """Where what was said is written down."""
+
+    def said(self, rows: list[SaidRow], ended: list[tuple[TrajectoryId, str]]) -> None: ...
+
+
 class Turns:
-    """The turns of a run's trajectories."""
+    """The turns of a run's trajectories, or of an evaluation's."""
 
     def __init__(
         self,
-        books: Books,
+        books: Trajectories,
         text: Text,
         judges: Judges,
-        ledger: Ledger,
+        ledger: Written,
         find: Callable[[str], Process | None],
         submit: Submit,
         happen: Callable[[e.Event], None],
         most_tokens: int,
         most_context: int,
         timeout: float,
+        first_session: int = 0,
     ) -> None:
+        """A trajectory's session has its number, counted from `first_session`."""
         self._books = books
         self._text = text
         self._judges = judges
@@ -62,6 +79,7 @@ class Turns:
         self._most_tokens = most_tokens
         self._most_context = most_context
         self._timeout = timeout
+        self._first_session = first_session
         self._place: dict[TrajectoryId, SlotId] = {}
         """Where it is, or is to go on."""
         self._waiting: dict[TrajectoryId, bool] = {}
@@ -115,7 +133,7 @@ class Turns:
     def failed(self, trajectory: TrajectoryId) -> None:
         """It is over, and nobody will ask for its verdict."""
         self._forget(trajectory)
-        self._judges.drop(trajectory)
+        self._judges.drop(self._first_session + trajectory)
 
     def refused(self, trajectory: TrajectoryId, attempt: Attempt, by: InstanceId) -> None:
         """An instance did not have it parked: it is being moved, or has been; where it arrives it is told again."""
@@ -132,7 +150,10 @@ class Turns:
         finish = self._play(trajectory, finish=True)
         self._forget(trajectory)
         self._judges.ask(
-            finish, lambda reply: answer(self._verdict(trajectory, _judged(reply))), self._timeout, trajectory
+            finish,
+            lambda reply: answer(self._verdict(trajectory, _judged(reply))),
+            self._timeout,
+            self._first_session + trajectory,
         )
 
     # -- inside -----------------------------------------------------------------------------------------------
@@ -158,7 +179,8 @@ class Turns:
     def _ask(self, trajectory: TrajectoryId, *, parked: bool) -> None:
         self._waiting[trajectory] = parked
         message = self._play(trajectory, finish=False)
-        self._judges.ask(message, lambda reply: self._answered(trajectory, reply), self._timeout, trajectory)
+        session = self._first_session + trajectory
+        self._judges.ask(message, lambda reply: self._answered(trajectory, reply), self._timeout, session)
 
     def _play(self, trajectory: TrajectoryId, *, finish: bool) -> m.Play:
         book = self._books.trajectory(trajectory)
@@ -170,7 +192,7 @@ class Turns:
         # All turns but the last are settled: they need not be decoded again at each turn.
         play = m.Play(
             item=0,
-            session=trajectory,
+            session=self._first_session + trajectory,
             problem=self._books.group_of(trajectory).problem,
             texts=(*settled, *texts),
             tokens=tuple(said[-1]) if said else (),

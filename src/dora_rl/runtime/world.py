@@ -36,6 +36,7 @@ from dora_rl.runtime.judges import Judges
 from dora_rl.runtime.noting import Noting
 from dora_rl.runtime.parts import Parts
 from dora_rl.runtime.processes import Process, Processes
+from dora_rl.runtime.provenance import BOUND, setting_changed
 from dora_rl.runtime.recorder import Recorder
 from dora_rl.runtime.scaling import Scaling
 from dora_rl.runtime.text import Text
@@ -101,6 +102,7 @@ class ProcessWorld:
         self._scaling: Scaling | None = None
         self._looked = 0.0
         self._troubled = ""
+        self._bound = config.control.max_staleness
 
     # -- the seam ---------------------------------------------------------------------------------------------
 
@@ -153,13 +155,22 @@ class ProcessWorld:
         for command in commands:
             self._doing.do(command)
 
-    def go_on_from(self, newest: Version | None) -> None:
-        """After a restart: the newest version that there is."""
+    def go_on_from(self, newest: Version | None, bound: int | None = None) -> None:
+        """After a restart: the newest version that there is, and the bound if it is not the first any more."""
         self._parts.newest = newest
+        self._bound = self._bound if bound is None else bound
+
+    def rescaled(self, before: int, after: int) -> None:
+        """Somebody has asked for another number of instances while the run goes on."""
+        self._parts.ledger.note(setting_changed("rollout.instances", before, after), self.now())
 
     def evaluate_with(self, evaluation: Evaluation) -> None:
         """Evaluate beside training."""
         self._parts.evaluation = evaluation
+
+    @property
+    def judges(self) -> Judges:
+        return self._parts.judges
 
     @property
     def evaluating(self) -> bool:
@@ -191,6 +202,9 @@ class ProcessWorld:
                 # A trainer that comes has nothing of what the one before it was to apply.
                 self._deferred = deque(one for one in self._deferred if not isinstance(one[1], c.Apply))
                 self._parts.crew.training = 0
+            case e.BoundChanged(max_staleness=bound):
+                self._parts.ledger.note(setting_changed(BOUND, self._bound, bound), at)
+                self._bound = bound
             case e.Published():
                 self._noting.published(event, at)
             case e.Moved():
@@ -237,7 +251,7 @@ class ProcessWorld:
                 self._lost(process, process.said or "its process ended")
         self._release()
         for process in parts.judges.overdue():
-            self._lost(process, "it hung over a reward")
+            self._lost(process, "it hung over a reward", by_question=True)
         if time.monotonic() - self._looked > _LOOK:
             self._look()
         parts.crew.share_cores()
@@ -289,14 +303,16 @@ class ProcessWorld:
 
     # -- losses -----------------------------------------------------------------------------------------------
 
-    def _lost(self, process: Process, reason: str) -> None:
-        """A process has ended, or is to end, without being asked to."""
+    def _lost(self, process: Process, reason: str, *, by_question: bool = False) -> None:
+        """A process has ended, or is to end, without being asked to; perhaps over a question to user code."""
         parts = self._parts
         if process.role == "rank":
             parts.crew.trainer.said = parts.crew.trainer.said or process.said
             process, reason = parts.crew.trainer, f"{process.name}: {reason}"
         name = process.name
-        again = parts.processes.bury(process, reason)
+        if process.role == "judge":
+            by_question = by_question or parts.judges.asked(process)
+        again = parts.processes.bury(process, reason, by_question=by_question)
         parts.recorder.note("lost", self.now(), who=name, reason=reason)
         fate = "it is started again" if again else "it is given up after too many failures"
         parts.notice(f"{name} is lost: {reason}; {fate}")

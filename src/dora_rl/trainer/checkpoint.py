@@ -4,7 +4,7 @@
       policy/      what `AutoModelForCausalLM.from_pretrained` loads, with the tokenizer; LoRA is merged in
       adapter/     the adapter alone, as `peft` writes it (LoRA only)
       state/       trained weights, moments and random states, a safetensors file for each process
-      state.json   version, updates, the position of the ledger, and the shapes and digests of the state
+      state.json   version, updates, the position of the ledger, shapes of the state, digests of all other files
 
 Invariants:
 - a folder under its final name is whole. It is written under another name, forced to disk, and renamed; what is
@@ -18,7 +18,6 @@ Invariants:
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
@@ -27,9 +26,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
+from dora_rl.core.digests import tree_digests
 from dora_rl.core.durable import sync, sync_tree
 from dora_rl.core.errors import CheckpointError
 from dora_rl.core.nouns import Record, Version
@@ -38,6 +39,8 @@ from dora_rl.trainer.trainer import Trainer
 
 _NAME = re.compile(r"version-(\d{8})\.(\d+)")
 _LITTER = ".partial-"
+DAMAGED = "damaged-"
+"""Before the name of a checkpoint that could not be read."""
 
 
 class Restored(Record, frozen=True, kw_only=True):
@@ -53,7 +56,7 @@ def save(
 ) -> Path:
     """Write a checkpoint of the trainer's version, and delete all but the newest `keep`. All processes call this."""
     folder.mkdir(parents=True, exist_ok=True)
-    number = 1 + max((number for version, number, _ in _all(folder) if version == trainer.version), default=-1)
+    number = 1 + max((number for version, number in _used(folder) if version == trainer.version), default=-1)
     final = folder / f"version-{trainer.version:08d}.{number}"
     staged = folder / f"{_LITTER}{final.name}"
     writes = trainer.world.rank == 0
@@ -75,7 +78,7 @@ def save(
             "updates": trainer.optimiser.updates,
             "position": dict(position or {}),
             "shapes": {name: list(tensor.shape) for name, tensor in state.items()},
-            "digests": _digests(staged / "state"),
+            "files": msgspec.to_builtins(tree_digests(staged)),
         }
         (staged / "state.json").write_text(json.dumps(record, indent=1))
         sync_tree(staged)
@@ -102,7 +105,7 @@ def restore(path: Path, trainer: Trainer) -> Restored:
     """Put a checkpoint's state into a trainer with the same model and settings, on any number of processes."""
     try:
         record = json.loads((path / "state.json").read_text())
-        if record["digests"] != _digests(path / "state"):
+        if _of_state(record["files"]) != _of_state(msgspec.to_builtins(tree_digests(path / "state", "state/"))):
             raise CheckpointError(f"'{path}' is damaged: its files are not those that were written")
         stored = {str(name): tuple(shape) for name, shape in record["shapes"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -166,13 +169,15 @@ def _all(folder: Path) -> list[tuple[Version, int, Path]]:
     return sorted(found)
 
 
-def _digests(folder: Path) -> dict[str, str]:
-    """Of the files of a state, checked before any of them is parsed."""
-    found = {}
-    for path in sorted(folder.iterdir()):
-        with path.open("rb") as file:
-            found[path.name] = hashlib.file_digest(file, "blake2b").hexdigest()
-    return found
+def _used(folder: Path) -> list[tuple[Version, int]]:
+    """Names that were given, also to checkpoints that were set aside: no name ever means two checkpoints."""
+    names = [_NAME.fullmatch(entry.name.removeprefix(DAMAGED)) for entry in folder.iterdir()]
+    return [(int(name[1]), int(name[2])) for name in names if name]
+
+
+def _of_state(files: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the files that are parsed when a run goes on."""
+    return {name: digest for name, digest in files.items() if name.startswith("state/")}
 
 
 def _sweep(folder: Path) -> None:

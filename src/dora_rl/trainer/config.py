@@ -8,8 +8,7 @@ from pydantic import Field, model_validator
 
 from dora_rl.core.config import Config
 from dora_rl.trainer.algorithms import find
-from dora_rl.trainer.algorithms.algorithm import Aggregation, Clip
-from dora_rl.trainer.algorithms.pieces import Correction
+from dora_rl.trainer.algorithms.algorithm import Aggregation, Clip, Correction
 
 
 class AlgorithmConfig(Config):
@@ -102,7 +101,12 @@ class LoraConfig(Config):
     alpha: int = Field(default=32, gt=0)
     """The adapter is scaled by alpha / rank."""
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
-    """Names of the modules that get one."""
+    """Names of the modules that get one: linear layers or, unless they are tied to the output, the embeddings."""
+
+    @property
+    def scale(self) -> float:
+        """What the adapter is multiplied by."""
+        return self.alpha / self.rank
 
 
 class MoeConfig(Config):

@@ -72,6 +72,7 @@ def of_tokens(sums: dict[str, float], max_ratio: float, denominator: int) -> dic
         # Only where rollout and trainer hold the same version does their difference come from the engines alone.
         metrics["mismatch_kl"] = sums["mismatch_kl"] / sums["fresh_tokens"]
         metrics["mismatch_gap"] = sums["mismatch_gap"] / sums["fresh_tokens"]
+        metrics["mismatch_tokens"] = sums["fresh_tokens"]
     return metrics
 
 
@@ -111,8 +112,9 @@ def training_flops(model: Any, tokens: int, attended: int) -> float:
     if experts and used:
         routed = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
         weights -= routed * (1 - used / experts)
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    width: int = config.num_hidden_layers * config.num_attention_heads * head
+    heads = getattr(config, "num_attention_heads", 0)  # a recurrent model has none
+    head = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
+    width: int = config.num_hidden_layers * heads * head
     return 3.0 * (2.0 * weights * tokens + 4.0 * width * attended)
 
 

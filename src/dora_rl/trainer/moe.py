@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dora_rl.core.errors import ModelError
+from dora_rl.trainer.config import MoeConfig
 
 # Router class -> whether the weights of the chosen experts always sum to one; None asks the router's own setting.
 _SOFTMAX_ROUTERS: dict[str, bool | None] = {
@@ -26,12 +27,18 @@ _SOFTMAX_ROUTERS: dict[str, bool | None] = {
 class Routers:
     """Hooks on all routers of a model. Between `begin` and `end` they replay and record."""
 
-    def __init__(self, model: nn.Module, replay: bool) -> None:
-        self._replay = replay
+    def __init__(self, model: nn.Module, config: MoeConfig, *, packed: bool = True) -> None:
+        self._replay = config.replay_routing
+        self._packed = packed
         self._experts: Tensor | None = None
         self._seen: dict[int, tuple[Tensor, Tensor]] = {}
         self.routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
-        for layer, router in enumerate(self.routers):
+        if config.auxiliary_loss and self.routers and not packed:
+            raise ModelError(
+                f"{type(model).__name__} is trained in padded batches, where the load of its experts is not known: "
+                "set trainer.moe.auxiliary_loss = 0"
+            )
+        for layer, router in enumerate(self.routers if packed else ()):
             router.register_forward_hook(self._hook(layer))
 
     def begin(self, experts: Tensor | None) -> None:
@@ -45,15 +52,38 @@ class Routers:
                 f"the trajectories name experts of {self._experts.shape[1]} layers, "
                 f"but the model routes in {len(self.routers)}"
             )
+        self.check_replay()
+
+    def check_replay(self) -> None:
+        """Refuse to replay routing with routers that are not known well enough, if it is asked for."""
         unknown = {type(router).__name__ for router in self.routers} - _SOFTMAX_ROUTERS.keys()
-        if unknown:
-            raise ModelError(f"routing can't be replayed with {', '.join(sorted(unknown))}: set replay_routing = false")
+        if self._replay and unknown:
+            names = ", ".join(sorted(unknown))
+            raise ModelError(f"routing can't be replayed with {names}: set trainer.moe.replay_routing = false")
+        if self._replay and self.routers and not self._packed:
+            raise ModelError(
+                "routing can't be replayed in a model that is trained in padded batches: "
+                "set trainer.moe.replay_routing = false"
+            )
 
     def load(self) -> list[Tensor]:
         """For each layer [experts], how many tokens each expert got in the last forward pass."""
         return [
             torch.bincount(indices.flatten(), minlength=logits.shape[-1]) for logits, indices in self._seen.values()
         ]
+
+    def margins(self) -> Tensor | None:
+        """[P] how near each token of the last forward pass was to another choice of experts, in any layer: by how much
+        the last expert chosen was ahead of the next, in logits. None if that is not known of these routers."""
+        if not self.routers or any(type(router).__name__ not in _SOFTMAX_ROUTERS for router in self.routers):
+            return None
+        nearest = []
+        for logits, indices in self._seen.values():
+            chosen = indices.shape[-1]
+            if chosen < logits.shape[-1]:
+                ranked = logits.float().topk(chosen + 1, dim=-1).values
+                nearest.append(ranked[:, -2] - ranked[:, -1])
+        return torch.stack(nearest).amin(0) if nearest else None
 
     def auxiliary_loss(self) -> Tensor:
         """Load balancing (Fedus et al., arXiv 2101.03961), mean over layers: experts * sum(share * probability)."""
@@ -65,7 +95,9 @@ class Routers:
         return torch.stack(losses).mean()
 
     def _hook(self, layer: int) -> Any:
-        def hook(router: nn.Module, _: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        def hook(router: nn.Module, _: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            if len(output) != 3:
+                return output  # a router that is not known; `check_replay` refuses to replay it
             logits, weights, indices = output
             if self._experts is not None:
                 wanted = self._experts[:, layer]

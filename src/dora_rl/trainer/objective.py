@@ -40,7 +40,7 @@ class MicroLoss(NamedTuple):
     kl: Tensor
     """[S] sums over tokens of the estimated KL from the behaviour policy to the policy."""
     gap: Tensor
-    """[S] sums over tokens of the distance between their log-probs."""
+    """[N] how much higher the behaviour policy's log-prob of each token is than the policy's."""
     max_ratio: Tensor
 
 
@@ -77,7 +77,7 @@ def micro_loss(
     weighted = loss * token_weights(config.averaging, tokens, config.constant_length or 1)
     per_sequence = sequence_sum(weighted, batch.sequence, len(batch.lengths))
     now = output.logprobs.detach()
-    divergence, gap = kl_estimate(batch.behaviour, now), (batch.behaviour - now).abs()
+    divergence = kl_estimate(batch.behaviour, now)
     sums |= {
         "loss": per_sequence.detach().sum(),
         "ratio": policy.ratio.sum(),
@@ -88,6 +88,6 @@ def micro_loss(
         finite=per_sequence.detach().isfinite(),
         sums=sums,
         kl=sequence_sum(divergence, batch.sequence, len(batch.lengths)),
-        gap=sequence_sum(gap, batch.sequence, len(batch.lengths)),
+        gap=batch.behaviour - now,
         max_ratio=policy.ratio.max(),
     )

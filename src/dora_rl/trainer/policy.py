@@ -2,20 +2,33 @@
 
 It is one module around the model, so that sharding can treat embeddings, decoder and head as one. The head is
 computed for the trained tokens only.
+
+A model is trained in the first form that gives the log-probs of its plain forward pass (`choose_form`): packed where it
+calls the attention interface of `transformers`, else as rows padded on the right; with the head as a product where its
+logits are nothing else, else by the module's own head.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from dora_rl.models import head, packed
-from dora_rl.trainer.packing import MicroBatch
+from dora_rl.core.errors import ModelError
+from dora_rl.core.trajectory import Trajectory
+from dora_rl.models import exactness, head
+from dora_rl.models.exactness import Difference
+from dora_rl.models.packed import NAME
+from dora_rl.trainer.config import TrainerConfig
+from dora_rl.trainer.packing import MicroBatch, pack
+from dora_rl.trainer.world import World, shard
 
 # Settings with which a model's logits are more than hidden states times output embeddings.
 _HEAD_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+HOW = "packed sequences that share a prompt"
 
 
 class PolicyOutput(NamedTuple):
@@ -27,36 +40,182 @@ class PolicyOutput(NamedTuple):
     """[N]"""
 
 
+class Form(NamedTuple):
+    """How a model is called."""
+
+    packed: bool = True
+    """Through the attention interface; else trajectories are rows of a padded batch, prompts not shared."""
+    product_head: bool = True
+    """Its logits are hidden states times output embeddings."""
+    attention: str = NAME
+    """The attention implementation."""
+
+
 class Policy(nn.Module):
-    """A causal LM of `transformers` with packed attention."""
+    """A causal LM of `transformers` over packed trajectories."""
 
-    def __init__(self, model: Any, temperature: float) -> None:
+    def __init__(self, model: Any, temperature: float, form: Form | None = None, *, one_bucket: bool = False) -> None:
         super().__init__()
-        model.set_attn_implementation(packed.NAME)
+        self.form = form or Form(product_head=_product_head(model))
+        exactness.set_attention(model, self.form.attention)
         self.model = model
+        self.training = False  # as the model inside is, but for layers that compute their activations again
         self.temperature = temperature
+        self._one_bucket = one_bucket
+        """Processes that are sharded call the model equally often."""
 
-    def forward(self, batch: MicroBatch) -> PolicyOutput:
-        inputs = {
-            "input_ids": batch.tokens,
-            "position_ids": batch.positions,
-            "use_cache": False,
-            "packed": batch.layout,
-        }
-        if self._plain_head():
-            hidden = self.model.get_decoder()(**inputs).last_hidden_state[0]
+    def forward(self, batch: MicroBatch, temperature: float | None = None) -> PolicyOutput:
+        """At the temperature that rollout sampled with, or at another."""
+        temperature = self.temperature if temperature is None else temperature
+        if self.form.product_head:
+            states = self._run(self.model.get_decoder(), batch, "last_hidden_state")
             weight = self.model.get_output_embeddings().weight
-            states = hidden.index_select(0, batch.predictors)
-            return PolicyOutput(*head.logprobs_and_entropy(states, weight, batch.targets, self.temperature))
-        logits = self.model(**inputs, logits_to_keep=batch.predictors).logits[0]
-        return PolicyOutput(*head.from_logits(logits, batch.targets, self.temperature))
+            return PolicyOutput(*head.logprobs_and_entropy(states, weight, batch.targets, temperature))
+        return PolicyOutput(*head.from_logits(self.logits(batch), batch.targets, temperature))
 
-    def _plain_head(self) -> bool:
-        output = self.model.get_output_embeddings()
-        config = self.model.config.get_text_config()
-        special = any(getattr(config, name, None) not in (None, 1, 1.0) for name in _HEAD_SETTINGS)
-        return type(output) is nn.Linear and output.bias is None and not special
+    def logits(self, batch: MicroBatch) -> Tensor:
+        """[N, vocabulary] of the trained tokens, by the form's head, at temperature 1."""
+        if self.form.product_head:
+            states = self._run(self.model.get_decoder(), batch, "last_hidden_state")
+            weight: Tensor = self.model.get_output_embeddings().weight
+            return states @ weight.T
+        return self._run(self.model, batch, "logits")
+
+    def _run(self, module: Any, batch: MicroBatch, output: str) -> Tensor:
+        """[N, width] of the tokens that predict a trained one."""
+        if not self.form.packed:
+            return self._run_padded(module, batch, output)
+        keep = {"logits_to_keep": batch.predictors} if output == "logits" else {}
+        result = module(
+            input_ids=batch.tokens, position_ids=batch.positions, use_cache=False, packed=batch.layout, **keep
+        )
+        found: Tensor = getattr(result, output)[0]
+        return found if keep else found.index_select(0, batch.predictors)
+
+    def _run_padded(self, module: Any, batch: MicroBatch, output: str) -> Tensor:
+        """The rows of the layout as padded batches: what attention makes of packed tokens is done with all of them."""
+        shapes = batch.layout.shapes
+        longest = max(length for _, length in shapes)
+        ids, positions = (tensor[0].index_select(0, batch.layout.inputs) for tensor in (batch.tokens, batch.positions))
+        buckets: list[tuple[Tensor, Tensor]] = []
+        start = 0
+        for rows, length in shapes:
+            part = slice(start, start := start + rows * length)
+            # Padding repeats the first token of its row, whose position is 0.
+            mask = positions[part].view(rows, length) == torch.arange(length, device=ids.device)
+            pad = (0, longest - length if self._one_bucket else 0)
+            buckets.append((functional.pad(ids[part].view(rows, length), pad), functional.pad(mask.long(), pad)))
+        if self._one_bucket:
+            joined = [torch.cat(parts) for parts in zip(*buckets, strict=True)]
+            whole = _call(module, joined[0], joined[1], output)
+            found = list(torch.split(whole, [rows for rows, _ in shapes]))
+        else:
+            found = [_call(module, some, mask, output) for some, mask in buckets]
+        flat = torch.cat([one[:, :length].flatten(0, 1) for one, (_, length) in zip(found, shapes, strict=True)])
+        return flat.index_select(0, batch.layout.outputs.index_select(0, batch.predictors))
 
     @property
     def device(self) -> torch.device:
         return next(self.parameters()).device
+
+
+def choose_form(model: Any) -> Form:
+    """The first form whose log-probs are those of the plain forward pass; the model is left as it was.
+
+    A `ModelError` names the model and what was wrong with the last form tried.
+    """
+    failed: list[Exception] = []
+    with exactness.failures_as(failed):
+        trajectories, prompt = _siblings(model)
+        wanted = exactness.reference(model, [trajectory.tokens.tolist() for trajectory in trajectories])
+        plain = [rows[prompt - 1 : -1] for rows in wanted]
+    if failed:
+        raise exactness.refusal(model, "training", "a plain forward pass", failed[0])
+    last: Difference | Exception = ModelError("there is no form to train it in")
+    own = exactness.attention_of(model)
+    for form in _forms(model):
+        with exactness.failures_as(failed):
+            last = _measure(model, form, trajectories, plain)
+        exactness.set_attention(model, own)
+        if failed:
+            last = failed.pop()
+        elif isinstance(last, Difference) and last.exact:
+            return form
+    raise exactness.refusal(model, "training", HOW, last)
+
+
+def sharded_policy(model: Any, form: Form, config: TrainerConfig, world: World) -> Policy:
+    """A policy in this form, sharded over the processes."""
+    policy = Policy(model, config.temperature, form, one_bucket=world.mesh is not None)
+    if world.mesh is not None:
+        shard(policy, _decoder_layers(model), world, config.precision)
+    return policy
+
+
+def checkpoint_activations(model: Any) -> None:
+    """Compute the activations of layers again in the backward pass. Layers do so in training mode only, and nothing
+    else shall be in that mode, so it is set for the layers alone, and their own dropout is switched off."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    for layer in model.modules():
+        if getattr(layer, "gradient_checkpointing", False):
+            layer.training = True
+            for name in [name for name, value in vars(layer).items() if "drop" in name and isinstance(value, float)]:
+                setattr(layer, name, 0.0)
+
+
+def _decoder_layers(model: Any) -> list[nn.Module]:
+    """The layers of the decoder, by which it is sharded."""
+    lists: Any = [module for module in model.get_decoder().children() if isinstance(module, nn.ModuleList)]
+    if not lists:
+        name = type(model).__name__
+        raise ModelError(f"{name} can't be trained by several processes: its decoder has no list of layers")
+    largest = max(lists, key=lambda layers: sum(parameter.numel() for parameter in layers.parameters()))
+    return list(largest)
+
+
+def _forms(model: Any) -> list[Form]:
+    heads = [True, False] if _product_head(model) else [False]
+    own = exactness.attention_of(model)
+    found = [Form(product_head=product) for product in heads]
+    return found + [Form(packed=False, product_head=product, attention=own) for product in heads]
+
+
+@torch.no_grad()
+def _measure(model: Any, form: Form, trajectories: list[Trajectory], wanted: list[Tensor]) -> Difference:
+    batch = pack(trajectories).to(model.device)
+    found = Policy(model, 1.0, form).logits(batch).float().log_softmax(-1)
+    return exactness.difference(torch.split(found, [len(rows) for rows in wanted]), wanted, model)
+
+
+def _siblings(model: Any) -> tuple[list[Trajectory], int]:
+    """Ragged trajectories with one prompt, and its length."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or max(exactness.LENGTHS)
+    sequences = exactness.probe_sequences(model, limit)
+    prompt = min(3, min(map(len, sequences)) - 1)
+    made = []
+    for number, sequence in enumerate(sequences):
+        tokens = np.array(sequences[0][:prompt] + sequence[prompt:], dtype=np.int32)
+        made.append(
+            Trajectory(
+                id=number,
+                version=0,
+                tokens=tokens,
+                loss_mask=np.arange(len(tokens)) >= prompt,
+                behaviour_logprobs=np.zeros(len(tokens), dtype=np.float32),
+                reward=0.0,
+            )
+        )
+    return made, prompt
+
+
+def _product_head(model: Any) -> bool:
+    output = model.get_output_embeddings()
+    config = model.config.get_text_config()
+    special = any(getattr(config, name, None) not in (None, 1, 1.0) for name in _HEAD_SETTINGS)
+    return type(output) is nn.Linear and output.bias is None and not special
+
+
+def _call(module: Any, ids: Tensor, mask: Tensor, output: str) -> Tensor:
+    found: Tensor = getattr(module(input_ids=ids, attention_mask=mask, use_cache=False), output)
+    return found

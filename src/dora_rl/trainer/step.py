@@ -38,6 +38,8 @@ class OpenStep:
     """Of all updates of the step."""
     sums: dict[str, float] = field(default_factory=dict)
     max_ratio: float = 0.0
+    gaps: torch.Tensor | None = None
+    """Counts of tokens by how far engine and trainer are apart (`gaps.histogram`)."""
     expert_load: list[torch.Tensor] = field(default_factory=list)
     seconds: float = 0.0
     packed_tokens: int = 0

@@ -25,17 +25,19 @@ from torch import Tensor
 from dora_rl.core.errors import IntegrityError, NonFiniteError
 from dora_rl.core.nouns import Fingerprint, Record, StepId, TrajectoryId, Version
 from dora_rl.core.ports import WeightSink
+from dora_rl.core.probe import Probe
 from dora_rl.core.trajectory import Group, Trajectory
-from dora_rl.trainer import adapter, metrics
+from dora_rl.trainer import adapter, gaps, metrics
 from dora_rl.trainer.algorithms.pieces import denominator
 from dora_rl.trainer.config import TrainerConfig
 from dora_rl.trainer.moe import Routers
 from dora_rl.trainer.objective import MicroLoss, References, micro_loss
 from dora_rl.trainer.optimiser import Optimiser, all_finite, learning_rate
 from dora_rl.trainer.packing import MicroBatch, pack, plan
-from dora_rl.trainer.policy import Policy
+from dora_rl.trainer.policy import checkpoint_activations, choose_form, sharded_policy
+from dora_rl.trainer.probing import Probing
 from dora_rl.trainer.step import OpenStep
-from dora_rl.trainer.world import World, shard
+from dora_rl.trainer.world import World
 
 
 class StepReport(Record, frozen=True, kw_only=True):
@@ -50,20 +52,35 @@ class StepReport(Record, frozen=True, kw_only=True):
 class Trainer:
     """A policy, its optimiser and the step that is open."""
 
-    def __init__(self, model: Any, config: TrainerConfig, *, version: Version = 0, world: World | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        config: TrainerConfig,
+        *,
+        version: Version = 0,
+        world: World | None = None,
+        truncation: float = 0.0,
+        seed: int = 0,
+    ) -> None:
         self.config = config
+        self._truncation = truncation
+        """How far sampling may have raised the log-prob of a token, see `gaps.explained_by_sampling`."""
         self.world = world or World()
         self.version = version
-        self.reference = adapter.Reference(model, config, self.world) if config.algorithm.kl_coefficient else None
+        # Evaluation mode: dropout would give the trained tokens other log-probs than rollout sampled them with.
+        model.eval()
         self.adapted = adapter.adapt(model, config.lora)
-        model.train()
+        form = choose_form(model)
+        self.reference = None
+        if config.algorithm.kl_coefficient:
+            self.reference = adapter.Reference(model, config, self.world, form)
         if config.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.policy = Policy(model, config.temperature)
-        self.routers = Routers(model, config.moe.replay_routing)
-        shard(self.policy, list(model.get_decoder().layers), self.world, config.precision)
+            checkpoint_activations(model)
+        self.policy = sharded_policy(model, form, config, self.world)
+        self.routers = Routers(model, config.moe, packed=form.packed)
         self.optimiser = Optimiser(self.policy, config.optimiser)
         self._open: OpenStep | None = None
+        self._probe = Probing(model, seed)
 
     @property
     def model(self) -> Any:
@@ -107,8 +124,16 @@ class Trainer:
         """Make the weights loadable as this version. A step that is open does not matter: it moves no weights yet."""
         if version != self.version:
             raise IntegrityError(f"version {version} can't be published: the trainer holds version {self.version}")
+        probe = self.probe()
         specs, tensors = adapter.published(self.model, self.adapted)
-        return sink.publish(version, specs, tensors, adapter=self.adapted is not None, write=self.world.rank == 0)
+        return sink.publish(
+            version, specs, tensors, adapter=self.adapted is not None, write=self.world.rank == 0, probe=probe
+        )
+
+    def probe(self) -> Probe:
+        """What the policy computes for the probe now; all processes take part."""
+        with self._precision():
+            return self._probe.compute(self.policy, self.routers, self.config.precision)
 
     def _opened(self, step: StepId) -> OpenStep:
         if step != self.version:
@@ -202,10 +227,13 @@ class Trainer:
         # Once the step has moved the policy, a difference is no longer the engines' alone.
         unmoved = opened.denominators == 0
         fresh = torch.tensor([unmoved and t.version == opened.step for t in batch.trajectories], device=loss.kl.device)
+        apart = gaps.unexplained(loss.gap[fresh[batch.sequence]], self._truncation)
+        counts = gaps.histogram(apart)
+        opened.gaps = counts if opened.gaps is None else opened.gaps + counts
         sums = loss.sums | {
             "policy_kl": loss.kl.sum(),
             "mismatch_kl": loss.kl[fresh].sum(),
-            "mismatch_gap": loss.gap[fresh].sum(),
+            "mismatch_gap": apart.sum(),
             "fresh_tokens": batch.lengths[fresh].sum(),
         }
         for key, value in sums.items():
@@ -269,6 +297,7 @@ class Trainer:
         values = torch.tensor([opened.sums.get(key, 0.0) for key in keys] + counts, dtype=torch.float64)
         *sums, packed_tokens, trained_tokens, attended = self.world.sum(values).tolist()
         max_ratio = float(self.world.max(torch.tensor(opened.max_ratio)))
+        apart = self.world.sum(gaps.histogram(torch.empty(0)) if opened.gaps is None else opened.gaps.cpu())
         expert_load = [self.world.sum(load) for load in opened.expert_load]
         seconds = max(opened.seconds, 1e-9)
         flops = metrics.training_flops(self.model, int(packed_tokens), int(attended))
@@ -276,6 +305,7 @@ class Trainer:
         return {
             **metrics.of_groups(opened.groups, opened.step),
             **metrics.of_tokens(dict(zip(keys, sums, strict=True)), max_ratio, opened.denominators),
+            **gaps.tail(apart),
             **metrics.of_experts(expert_load),
             "advantage/mean": float(advantages.mean()),
             "advantage/max": float(advantages.max()),

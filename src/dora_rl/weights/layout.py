@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dora_rl.core.errors import StoreError
 from dora_rl.core.nouns import Fingerprint, Version
+from dora_rl.core.probe import Probe
 from dora_rl.models.dtypes import DTYPES
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ class Manifest(NamedTuple):
     adapter: bool
     """The tensors are a LoRA adapter, to be put over the base weights."""
     bytes: int
+    probe: Probe | None = None
+    """What the trainer computed with these weights; None: it did not say."""
 
 
 class Layout(NamedTuple):
@@ -59,7 +62,9 @@ def read(version: Version, start: bytes, size: int) -> Layout:
         said = entries.pop("__metadata__")
         if int(said["version"]) != version:
             raise ValueError(f"it says that it is version {said['version']}")
-        return Layout(Manifest(version, str(said["fingerprint"]), said["adapter"] == "true", size), begin, entries)
+        probe = Probe.decode(said["probe"]) if "probe" in said else None
+        manifest = Manifest(version, str(said["fingerprint"]), said["adapter"] == "true", size, probe)
+        return Layout(manifest, begin, entries)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise StoreError(f"version {version} is damaged: its header can't be read ({error})") from error
 

@@ -30,6 +30,7 @@ from dora_rl.core.durable import sync
 from dora_rl.core.errors import FingerprintError, StoreError
 from dora_rl.core.nouns import Fingerprint, Version
 from dora_rl.core.ports import TensorSpec
+from dora_rl.core.probe import Probe
 from dora_rl.models.dtypes import DTYPES
 from dora_rl.weights import layout
 from dora_rl.weights.fingerprint import combine, digest, fingerprint, raw
@@ -119,6 +120,7 @@ class WeightStore:
         *,
         adapter: bool = False,
         write: bool = True,
+        probe: Probe | None = None,
     ) -> Fingerprint:
         """Write a version and rename it into place; versions that leave the window are freed unless leased.
 
@@ -130,7 +132,7 @@ class WeightStore:
             return ""
         staged = self._folder / f"{_STAGED}{uuid.uuid4().hex}"
         try:
-            found = _write(staged, version, specs, tensors, adapter, self._durable)
+            found = _write(staged, version, specs, tensors, adapter, self._durable, probe)
             with self._locked():
                 if version in self.versions():
                     self._same(version, found)  # a trainer that came back publishes its version again
@@ -236,10 +238,18 @@ def prove(manifest: Manifest, served: dict[str, Tensor]) -> Fingerprint:
 
 
 def _write(
-    path: Path, version: Version, specs: Sequence[TensorSpec], tensors: Iterable[Tensor], adapter: bool, durable: bool
+    path: Path,
+    version: Version,
+    specs: Sequence[TensorSpec],
+    tensors: Iterable[Tensor],
+    adapter: bool,
+    durable: bool,
+    probe: Probe | None,
 ) -> Fingerprint:
     """One copy: from the tensor straight into the mapped file. Hashing follows on threads while copying goes on."""
     said = {"format": "pt", "version": str(version), "adapter": str(adapter).lower(), "fingerprint": _UNSET}
+    if probe is not None:
+        said["probe"] = probe.encode()
     header, spans, size = _header(specs, said)
     with path.open("w+b") as file, ThreadPoolExecutor(2) as pool:
         os.posix_fallocate(file.fileno(), 0, size)  # a full disk or /dev/shm is an error here, not a crash on writing

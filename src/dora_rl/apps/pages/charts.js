@@ -1,6 +1,6 @@
 // Small charts as SVG. All text in them is this page's own; what a model said never comes here.
 const number = x => Math.abs(x) >= 1000 ? Math.round(x).toLocaleString("en") : +x.toPrecision(3) + "";
-function chart(title, { series, x = "step", share = false, floor = 0, format = share ? percent : number }) {
+function chart(title, { series, x = "version", share = false, floor = 0, format = share ? percent : number }) {
   const W = 600, H = 250, left = 52, right = 12, top = 10, bottom = 34;
   const drawn = series.filter(one => one.points.length);
   const points = drawn.flatMap(one => one.points);

@@ -18,12 +18,12 @@ function showTip(event, text) {
 }
 // The golden angle keeps neighbouring versions far apart in hue.
 const hue = version => ((version ?? 0) * 137.5 + 215) % 360;
-const causes = {};
-const CAUSE_HUES = [36, 356, 232, 100, 276, 190, 54, 320];
+// Causes of idling by colour, as the data has them; the legend shows those that occur.
+const CAUSES = {}, causes = new Set();
 function tint(cause) {
   const name = cause.replace(/ v\d+$/, "") || "unknown";
-  if (!(name in causes)) causes[name] = CAUSE_HUES[Object.keys(causes).length % CAUSE_HUES.length];
-  return `hsl(${causes[name]} ${style("--idle-s")} ${style("--idle-l")})`;
+  causes.add(name);
+  return CAUSES[name] ?? style("--none");
 }
 function colour(label, version, cause) {
   switch (label) {
@@ -53,6 +53,7 @@ function ticks(from, to, count) {
 }
 
 function timeline(line) {
+  Object.assign(CAUSES, line.causes);
   const canvas = $("canvas");
   const rowHeight = Math.max(5, Math.min(26, Math.floor(620 / line.rows.length)));
   const gutter = rowHeight >= 11 ? 10 + 7 * Math.max(7, ...line.rows.map(row => row.name.length)) : 60;
@@ -145,7 +146,7 @@ function timeline(line) {
   canvas.ondblclick = () => canvas.look(0, line.seconds);
   canvas.onmouseleave = event => { showTip(event, ""); dragged = null; redraw(); };
   redraws.push(redraw);
-  // Once, out of sight, so that every cause has its colour before the legend is made.
+  // Once, out of sight, so that the legend knows every cause that occurs.
   [line.trainer, ...line.rows.map(row => row.runs)].forEach(runs => runs.forEach(run => colour(run[1], run[2], run[3])));
   return canvas;
 }
@@ -159,7 +160,7 @@ function legend() {
     entry(`linear-gradient(90deg, ${some})`, "decode, by version");
     entry(colour("prefill", 0), "prefill"); entry(colour("re-prefill"), "re-prefill"); entry(colour("load"), "load weights");
     entry(colour("migrate"), "migrate"); entry(colour("train", 0), "train, by version"); entry(colour("publish"), "publish");
-    for (const name of Object.keys(causes)) entry(tint(name), `idle: ${name}`);
+    for (const name of causes) entry(tint(name), `idle: ${name}`);
   };
   fill();
   redraws.push(fill);

@@ -2,29 +2,8 @@
 //
 // Layout: [block][layer][key, value][token in block][kv head][head dim], so that a block is one piece of memory.
 #pragma once
-#include <cmath>
-
+#include "interface.h"
 #include "vectors.h"
-
-struct Cache {
-    float* data;
-    int32_t block_size, layers, kv_heads, head_dim;
-    float* at(int32_t block, int layer, int value) const {
-        int64_t plane = int64_t(block_size) * kv_heads * head_dim;
-        return data + ((int64_t(block) * layers + layer) * 2 + value) * plane;
-    }
-};
-
-struct Rows {
-    int32_t count, table_stride, logit_count;
-    const int64_t* token;      // [count]
-    const int32_t* position;   // [count]
-    const int32_t* sequence;   // [count], row of `table`
-    const int32_t* table;      // [sequences][table_stride] block ids
-    const int32_t* logit_row;  // [logit_count] rows whose logits are wanted
-    float* logits;             // [logit_count][vocab]
-    int16_t* routed;           // [count][layers][experts_used], or null
-};
 
 static inline void fetch(const float* from, int floats) {
     for (int i = 0; i < floats; i += 16) __builtin_prefetch(from + i, 0, 3);
@@ -53,7 +32,7 @@ static void attend(const Cache& cache, int layer, const int32_t* table, int firs
                 vec acc[4] = {};
                 for (int d = 0; d < DV; d++) {
                     vec q = load(query + g * size + d * W);
-                    for (int i = 0; i < 4; i++) acc[i] += q * load(k[i] + d * W);
+                    for (int i = 0; i < 4; i++) acc[i] = multiply_add(q, load(k[i] + d * W), acc[i]);
                 }
                 vec4 s = sums(acc[0], acc[1], acc[2], acc[3]) * scale;
                 for (int i = 0; i < 4 && j + i < n; i++) scores[g * score_stride + t - first + j + i] = s[i];
@@ -63,10 +42,12 @@ static void attend(const Cache& cache, int layer, const int32_t* table, int firs
     }
     for (int g = 0; g < group; g++) {
         float* s = scores + g * score_stride;
-        if (cap > 0)
-            for (int i = 0; i < count; i++) s[i] = cap * std::tanh(s[i] / cap);
         int padded = (count + W - 1) / W * W;
         for (int i = count; i < padded; i++) s[i] = -1e30f;
+        if (cap > 0) {
+            for (int i = 0; i < padded; i += W) store(s + i, cap * tanh(load(s + i) / cap));
+            for (int i = count; i < padded; i++) s[i] = -1e30f;
+        }
         vec top = all(-1e30f);
         for (int i = 0; i < padded; i += W) top = max(top, load(s + i));
         float most = max(top);
@@ -83,7 +64,7 @@ static void attend(const Cache& cache, int layer, const int32_t* table, int firs
             const float* value = cache.at(table[t / bs], layer, 1) + int64_t(in_block) * stride + kv_head * size;
             for (int j = 0; j < n; j++) {
                 vec p = all(s[t - first + j]);
-                for (int d = 0; d < DV; d++) acc[d] += p * load(value + int64_t(j) * stride + d * W);
+                for (int d = 0; d < DV; d++) acc[d] = multiply_add(p, load(value + int64_t(j) * stride + d * W), acc[d]);
             }
             t += n;
         }

@@ -1,8 +1,15 @@
-"""The kernels' structures as ctypes sees them. Field for field as in the C++ sources."""
+"""The kernels' structures as ctypes sees them. Field for field as in interface.h.
+
+A library tells how its compiler has laid them out, and one that differs from this is not used (`mismatch`).
+"""
 
 from __future__ import annotations
 
 import ctypes as c
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dora_rl.engine.kv import KvCache
 
 FLOATS = c.c_void_p
 INTS = c.c_void_p
@@ -55,6 +62,13 @@ class Cache(c.Structure):
         *((name, c.c_int32) for name in ("block_size", "layers", "kv_heads", "head_dim")),
     )
 
+    @classmethod
+    def of(cls, cache: KvCache) -> Cache:
+        """A cache as the kernels see it; its memory must outlive this."""
+        shape = cache.shape
+        sizes = {name: getattr(shape, name) for name in ("block_size", "layers", "kv_heads", "head_dim")}
+        return cls(data=cache.data.data_ptr(), **sizes)
+
 
 class Rows(c.Structure):
     """The tokens of one forward pass."""
@@ -98,9 +112,34 @@ class Stretch(c.Structure):
     )
 
 
+STRUCTS: tuple[type[c.Structure], ...] = (Layer, Model, Cache, Rows, Draws, Stretch)
+
+
+def layout() -> str:
+    """Sizes and offsets of all structures, as the function of this name in interface.h tells them."""
+    lines = []
+    for struct in STRUCTS:
+        lines.append(f"{struct.__name__} {c.sizeof(struct)}")
+        for name, *_ in struct._fields_:
+            field = getattr(struct, name)
+            lines.append(f"  {name} {field.offset} {field.size}")
+    return "\n".join(lines)
+
+
+def mismatch(library: c.CDLL) -> str:
+    """The first structure or field that lies otherwise in a library than here; empty if none does."""
+    theirs, ours = library.layout().decode().splitlines(), layout().splitlines()
+    for index in range(max(len(theirs), len(ours))):
+        pair = [" ".join(lines[index].split()) if index < len(lines) else "nothing" for lines in (theirs, ours)]
+        if pair[0] != pair[1]:
+            return f"it has '{pair[0]}' where Python has '{pair[1]}'"
+    return ""
+
+
 def declare(library: c.CDLL) -> c.CDLL:
     """The library with its functions' types declared."""
     library.vector_width.restype = c.c_int
+    library.layout.restype = c.c_char_p
     library.panel_columns.restype = c.c_int
     library.scratch_floats.restype = c.c_int64
     library.scratch_floats.argtypes = [c.POINTER(Model), c.c_int, c.c_int, c.c_int]

@@ -13,21 +13,6 @@
 #include "product.h"
 #include "team.h"
 
-struct Layer {
-    const float *input_norm, *q, *k, *v, *q_bias, *k_bias, *v_bias, *o, *o_bias, *q_norm, *k_norm, *post_norm;
-    const float *gate, *up, *down;                      // dense
-    const float *router, *experts_gate_up, *experts_down;  // mixture of experts; `router` is null in a dense layer
-};
-
-struct Model {
-    int32_t layers, hidden, heads, kv_heads, head_dim, inner, vocab;
-    int32_t experts, experts_used, expert_inner, norm_topk, full_qk_norm;
-    int32_t turned;  // the dense matrices and the head are
-    float eps, scale;
-    const float *embed, *norm, *head, *cos, *sin;
-    const Layer* layer;
-};
-
 static inline vec silu_times(vec g, vec u) {
     vec x = -g;
     return g / (1.0f + exp(x < 87.0f ? x : all(87.0f))) * u;
@@ -43,7 +28,7 @@ static inline void rms_norm(const float* x, const float* weight, float eps, int 
     vec square = {};
     for (int i = 0; i < size; i += W) {
         vec v = load(x + i);
-        square += v * v;
+        square = multiply_add(v, v, square);
     }
     float scale = 1.0f / std::sqrt(sum(square) / size + eps);
     for (int i = 0; i < size; i += W) store(out + i, load(weight + i) * (load(x + i) * scale));
@@ -53,8 +38,8 @@ static inline void rotate(float* head, const float* cos, const float* sin, int s
     int half = size / 2;
     for (int i = 0; i < half; i++) {
         float a = head[i], b = head[i + half];
-        head[i] = a * cos[i] - b * sin[i];
-        head[i + half] = b * cos[i + half] + a * sin[i + half];
+        head[i] = multiply_add(a, cos[i], -(b * sin[i]));
+        head[i + half] = multiply_add(b, cos[i + half], a * sin[i + half]);
     }
 }
 
@@ -62,7 +47,7 @@ static inline void rotate(float* head, const float* cos, const float* sin, int s
 static void route(const Model& m, const float* scores, int32_t* chosen, float* weight) {
     float most = scores[0], total = 0;
     for (int e = 1; e < m.experts; e++) most = scores[e] > most ? scores[e] : most;
-    for (int e = 0; e < m.experts; e++) total += std::exp(scores[e] - most);
+    for (int e = 0; e < m.experts; e++) total += exp(scores[e] - most);
     float kept = 0;
     for (int i = 0; i < m.experts_used; i++) {
         int best = -1;
@@ -72,7 +57,7 @@ static void route(const Model& m, const float* scores, int32_t* chosen, float* w
             if (!taken && (best < 0 || scores[e] > scores[best])) best = e;
         }
         chosen[i] = best;
-        weight[i] = std::exp(scores[best] - most) / total;
+        weight[i] = exp(scores[best] - most) / total;
         kept += weight[i];
     }
     if (m.norm_topk)
@@ -287,8 +272,6 @@ static void all_layers(const Model& m, const Cache& cache, const Rows& rows, con
               [&](int i, int n, vec v, int count) { put(rows.logits + int64_t(i) * m.vocab + n, v, count); });
 }
 
-extern "C" {
-
 int vector_width() { return W; }
 
 int panel_columns() { return PANEL; }
@@ -305,10 +288,8 @@ void forward(const Model* model, const Cache* cache, const Rows* rows, float* sc
     });
 }
 
-// Floats that `multiply` needs as scratch.
 int64_t multiply_floats(int depth, int threads) { return int64_t(threads) * PANEL * depth; }
 
-// One product alone, out[m][n] = x[m] . w[n], as a forward pass computes it: to test it and to measure it by itself.
 void multiply(int rows, const float* x, const float* w, int turned, int depth, int columns, float* out, float* scratch,
               int threads) {
     Scratch s;
@@ -320,7 +301,6 @@ void multiply(int rows, const float* x, const float* w, int turned, int depth, i
     });
 }
 
-// Attention alone, for models whose other parts run in torch. query and out: [rows][heads][head_dim].
 void paged_attention(const Cache* cache, const Rows* rows, int layer, int heads, int window, float scale, float cap,
                      const float* query, float* scores, int context, float* out, int threads) {
     const int group = heads / cache->kv_heads, width = cache->head_dim, stride = context + 2 * W;
@@ -333,5 +313,4 @@ void paged_attention(const Cache* cache, const Rows* rows, int layer, int heads,
                        group, query + at, scale, cap, scores + int64_t(round.thread()) * group * stride, stride, out + at);
         });
     });
-}
 }

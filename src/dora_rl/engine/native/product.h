@@ -79,7 +79,7 @@ static void thin(const float* x, int64_t stride, const float* const* column, int
         vec r[W];
         turned(column, k, r);
         for (int i = 0; i < W; i++)
-            for (int m = 0; m < ROWS; m++) sum[m] += all(x[m * stride + k + i]) * r[i];
+            for (int m = 0; m < ROWS; m++) sum[m] = multiply_add(all(x[m * stride + k + i]), r[i], sum[m]);
     }
     for (int m = 0; m < ROWS; m++) out[m] = sum[m];
 }
@@ -99,14 +99,14 @@ static void tile(const float* x, int64_t stride, const float* panel, int depth, 
     for (int i = 0; i < (ROWS + 2) / 3; i++) third[i] = x + i * 3 * stride;
     for (int k = 0; k < depth; k += STEPS) {
         ahead.fetch(lines);
-#pragma GCC unroll 1  // unrolled, the compiler would run out of registers
+        UNROLL_NEVER  // unrolled, the compiler would run out of registers
         for (int i = k; i < k + STEPS; i++, panel += PANEL) {
             vec left = load(panel), right = load(panel + W);
-#pragma GCC unroll 14
+            UNROLL_FULLY
             for (int m = 0; m < ROWS; m++) {
                 vec a = all(third[m / 3][m % 3 * stride + i]);
-                sum[m][0] += a * left;
-                sum[m][1] += a * right;
+                sum[m][0] = multiply_add(a, left, sum[m][0]);
+                sum[m][1] = multiply_add(a, right, sum[m][1]);
             }
         }
     }

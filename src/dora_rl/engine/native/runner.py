@@ -9,8 +9,9 @@ the length of a request is covered.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes as c
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -61,6 +62,12 @@ def obstacle(model: Any, library: c.CDLL) -> str:
     return next((reason for reason, true in strange.items() if true), "")
 
 
+def near_bytes(library: c.CDLL) -> int:
+    """Half of a core's own cache: what the weights of a small model, and the KV of a group of rows, may take."""
+    found: int = library.near_bytes()
+    return found
+
+
 class NativeRunner:
     """One version's weights as the kernels see them."""
 
@@ -71,20 +78,14 @@ class NativeRunner:
         assert library is not None
         self._library = library
         self._weights = named(model, tensors)
-        self._near = library.near_bytes()
+        self._near = near_bytes(library)
         self.small = sum(tensor.nbytes for tensor in self._weights.values()) <= self._near
         self._turned: dict[str, torch.Tensor] = {}
         self._limit = limit
         self._context = context
         self._layers, self._model = self._point(model, context)
         shape = cache.shape
-        self._cache = binding.Cache(
-            data=cache.data.data_ptr(),
-            block_size=shape.block_size,
-            layers=shape.layers,
-            kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-        )
+        self._cache = binding.Cache.of(cache)
         self._keep = cache.data
         self._scratch = torch.empty(0)
         self._threads = 0
@@ -138,6 +139,15 @@ class NativeRunner:
             c.byref(self._model), c.byref(self._cache), c.byref(given), self._scratch.data_ptr(), threads, self._context
         )
         return sampled
+
+    @contextlib.contextmanager
+    def computing_in(self, cache: KvCache) -> Iterator[None]:
+        """The kernels are pointed at another cache."""
+        usual, self._cache = self._cache, binding.Cache.of(cache)
+        try:
+            yield
+        finally:
+            self._cache = usual
 
     def _make_room(self, threads: int, logits: int) -> None:
         if threads > self._threads:

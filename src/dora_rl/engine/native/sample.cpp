@@ -7,7 +7,7 @@
 #include <cmath>
 #include <vector>
 
-#include "draws.h"
+#include "interface.h"
 #include "team.h"
 #include "vectors.h"
 
@@ -165,7 +165,7 @@ static void one(const Draws& d, int r, std::vector<float>& p, std::vector<float>
     d.token[r] = token;
 }
 
-extern "C" void sample(const Draws* draws, int threads) {
+void sample(const Draws* draws, int threads) {
     Team::run(threads, [&](Team::Round& round) {
         std::vector<float> p(draws->vocab + W), biased, some;
         std::vector<double> chunks;

@@ -9,29 +9,7 @@
 
 #include <vector>
 
-#include "attention.h"
-#include "draws.h"
-
-struct Model;
-extern "C" void forward(const Model* model, const Cache* cache, const Rows* rows, float* scratch, int threads, int context);
-
-struct Stretch {
-    int32_t rows, steps, width, stop_ids, table_stride, vocab;
-    const int32_t* chosen;   // [rows] who takes part; the other arrays hold those too that do not
-    int64_t* token;          // [rows] the one token left to compute
-    int32_t *position, *fill;  // [rows]
-    const int32_t* last;     // [rows] position of the last token that fits
-    uint64_t* place;         // [rows] index in the response of the next token
-    const int64_t* stops;    // [rows][stop_ids]
-    const int32_t* table;    // [rows][table_stride]
-    int64_t* history;        // [rows][width]
-    float *logprobs, *model_logprobs;  // [rows][width]
-    const float *temperature, *top_p, *min_p;
-    const int32_t* top_k;
-    const uint64_t *seed, *trajectory;
-    float* logits;           // [rows][vocab]
-    int64_t near;            // bytes of KV that a group may have
-};
+#include "interface.h"
 
 static bool ends(const Stretch& s, int row) {
     if (s.token[row] < 0 || s.position[row] >= s.last[row]) return true;
@@ -118,8 +96,7 @@ static int64_t decode_group(const Model* model, const Cache* cache, const Stretc
     return sampled;
 }
 
-// Half of a core's own cache, for the weights of a small model; the other half is for the KV of a group.
-extern "C" int64_t near_bytes() {
+int64_t near_bytes() {
     long size = -1;
 #if defined(_SC_LEVEL2_CACHE_SIZE)
     size = sysconf(_SC_LEVEL2_CACHE_SIZE);
@@ -127,9 +104,7 @@ extern "C" int64_t near_bytes() {
     return (size > 0 ? size : 1 << 20) / 2;
 }
 
-// Gives how many tokens were sampled.
-extern "C" int64_t decode(const Model* model, const Cache* cache, const Stretch* stretch, float* scratch, int threads,
-                          int context) {
+int64_t decode(const Model* model, const Cache* cache, const Stretch* stretch, float* scratch, int threads, int context) {
     const Stretch& s = *stretch;
     const int64_t token = int64_t(cache->layers) * 2 * cache->kv_heads * cache->head_dim * sizeof(float);
     int64_t sampled = 0;

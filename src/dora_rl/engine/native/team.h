@@ -4,7 +4,8 @@
 //   for all.
 // - Whoever computes borrows a team: several callers compute side by side, each with its own. One thread is no team.
 // - A waiting thread spins for some microseconds, then sleeps. On a core that somebody else wants too, spinning on
-//   would keep the very thread from running that is waited for.
+//   would keep the very thread from running that is waited for. So a spin that was in vain makes the next ones shorter,
+//   and one that was not makes them longer; now and then a long one is tried, to see whether the cores are free again.
 // - Teams belong to a process; a forked child makes its own, since threads do not survive a fork.
 #pragma once
 #include <atomic>
@@ -44,7 +45,7 @@ class Team {
                 team_.generation_.fetch_add(1);
                 team_.generation_.notify_all();
             } else {
-                team_.wait(team_.generation_, now);
+                team_.wait(team_.generation_, now, team_.inside_);
             }
             phase_++;
         }
@@ -71,6 +72,13 @@ class Team {
 
   private:
     static constexpr int SPINS = 1000;  // some tens of microseconds: longer than a barrier, far shorter than a time slice
+    static constexpr int FEWEST = 8;    // half a microsecond
+    static constexpr int TRY = 64;      // every so many waits a long spin, which costs less than a microsecond a wait
+
+    // How long it pays to spin, from how it went before. Threads race to adapt it, and any outcome will do.
+    struct Spin {
+        std::atomic<int> limit{SPINS}, waits{0};
+    };
 
     struct Idle {
         std::mutex guard;
@@ -115,22 +123,29 @@ class Team {
         epoch_.notify_all();
         body(0);
         // Every worker checks in before `body` and the counters may change.
-        for (int left; (left = pending_.load()) != 0;) wait(pending_, left);
+        for (int left; (left = pending_.load()) != 0;) wait(pending_, left, inside_);
     }
 
-    static void wait(std::atomic<int>& value, int old) {
-        for (int i = 0; i < SPINS; i++) {
-            if (value.load(std::memory_order_acquire) != old) return;
+    static void wait(std::atomic<int>& value, int old, Spin& spin) {
+        const int usual = spin.limit.load(std::memory_order_relaxed);
+        const bool tries = spin.waits.fetch_add(1, std::memory_order_relaxed) % TRY == 0;
+        const int most = tries ? SPINS : usual;
+        for (int i = 0; i < most; i++) {
+            if (value.load(std::memory_order_acquire) != old) {
+                if (i > 0 && usual < SPINS) spin.limit.store(usual * 2, std::memory_order_relaxed);
+                return;
+            }
 #if defined(__x86_64__)
             __builtin_ia32_pause();
 #endif
         }
+        if (usual > FEWEST) spin.limit.store(usual / 2, std::memory_order_relaxed);
         while (value.load(std::memory_order_acquire) == old) value.wait(old);
     }
 
     void work(int index) {
         for (int seen = 0;; seen++) {
-            wait(epoch_, seen);
+            wait(epoch_, seen, between_);
             (*body_)(index);
             if (pending_.fetch_sub(1) == 1) pending_.notify_all();
         }
@@ -138,5 +153,6 @@ class Team {
 
     const int size_;
     const std::function<void(int)>* body_ = nullptr;
+    Spin inside_, between_;  // a run is computed without a break; between two of them is whatever the caller does
     std::atomic<int> epoch_{0}, generation_{0}, arrived_{0}, pending_{0}, next_[3] = {};
 };

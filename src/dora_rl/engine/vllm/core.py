@@ -54,6 +54,8 @@ class Output(NamedTuple):
     """`stop`, `length` or what else ended it; None: it goes on."""
     versions: frozenset[str]
     """Of the weights, or of the adapter, that made the whole response; known at its end."""
+    prompt: tuple[float, ...] = ()
+    """The model's log-probs of all tokens of the prompt but the first, where they were asked for."""
 
 
 @dataclass(slots=True)
@@ -90,7 +92,8 @@ class Core:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         self._tokens, self._params, self._adapter = tokens_input, SamplingParams, LoRARequest
-        self._kind = RequestOutputKind.DELTA
+        self._kind, self._once = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
+        self.dtype: str = model.dtype
         given = arguments(model, config, slots=slots, lora=lora, seed=seed)
         if given["enforce_eager"]:
             _compile_nothing()
@@ -133,6 +136,19 @@ class Core:
         )
         inside: str = self._engine.add_request(name, self._tokens(tokens), params, lora_request=adapter)
         return inside
+
+    def add_probe(self, name: str, tokens: list[int], most: int, adapter: Any) -> None:
+        """Say the log-probs of these tokens, generate a few more, and answer once, at the end."""
+        params = self._params(
+            temperature=1.0,
+            max_tokens=most,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=0,
+            prompt_logprobs=0,
+            output_kind=self._once,
+        )
+        self._engine.add_request(name, self._tokens(tokens), params, lora_request=adapter)
 
     def abort(self, names: list[str]) -> None:
         """Forget these requests."""
@@ -250,11 +266,28 @@ def _output(said: Any) -> Output:
     return Output(
         name=said.request_id,
         tokens=list(completion.token_ids),
-        logprobs=[] if logprobs is None else list(logprobs.logprobs),
+        logprobs=_sampled(logprobs, completion.token_ids),
         cached=said.num_cached_tokens or 0,
         reason=completion.finish_reason,
         versions=frozenset({adapter.lora_name} if adapter is not None else {span.version for span in spans}),
+        prompt=_of_prompt(said.prompt_logprobs, said.prompt_token_ids),
     )
+
+
+def _of_prompt(logprobs: Any, tokens: Any) -> tuple[float, ...]:
+    """Of all tokens of a prompt but the first, where they were asked for."""
+    if logprobs is None:
+        return ()
+    return tuple(one[token].logprob for one, token in zip(logprobs[1:], tokens[1:], strict=True))
+
+
+def _sampled(logprobs: Any, tokens: Iterable[int]) -> list[float]:
+    """Of the sampled tokens, from either of the forms that vLLM gives them in."""
+    if logprobs is None:
+        return []
+    if hasattr(logprobs, "logprobs"):
+        return list(logprobs.logprobs)
+    return [one[token].logprob for one, token in zip(logprobs, tokens, strict=True)]
 
 
 def _counting(counters: Counters) -> Any:

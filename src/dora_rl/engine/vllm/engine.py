@@ -25,6 +25,7 @@ from dora_rl.core.errors import (
     BundleError,
     DoraError,
     IntegrityError,
+    ProbeError,
     PromptError,
     RequestError,
     SlotError,
@@ -51,6 +52,7 @@ from dora_rl.engine.stats import Stats
 from dora_rl.engine.vllm.core import Core, Output
 from dora_rl.engine.vllm.hosted import Hosted
 from dora_rl.engine.vllm.moving import brought, pack, sound
+from dora_rl.engine.vllm.probing import Probing
 from dora_rl.engine.vllm.reports import Reports
 from dora_rl.engine.vllm.sequence import Sequence
 from dora_rl.engine.vllm.serving import Serving, label
@@ -94,6 +96,7 @@ class VllmEngine:
         self._sequences: dict[TrajectoryId, Sequence] = {}
         self._hosted = Hosted(core, serving.adapter)
         self._reports = Reports(instance)
+        self._probing = Probing(core, config.probe_tolerance, self._take)
 
     # Slots.
 
@@ -303,11 +306,17 @@ class VllmEngine:
             start = self._clock()
             try:
                 slot.fingerprint = self._serving.load(index, version)
+                probe = self._probing.check(self._serving.probe(index), self._serving.adapter(index), where, version)
             except (DoraError, OSError, ValueError, KeyError, RuntimeError) as error:
-                self._reports.events.append(SlotLoadFailed(slot=where, version=version, reason=str(error)))
+                differs = isinstance(error, ProbeError)
+                if differs:
+                    self._serving.unload(index)
+                failed = SlotLoadFailed(slot=where, version=version, reason=str(error), differs=differs)
+                self._reports.events.append(failed)
             else:
                 slot.version = version
-                self._reports.events.append(SlotLoaded(slot=where, version=version, fingerprint=slot.fingerprint))
+                loaded = SlotLoaded(slot=where, version=version, fingerprint=slot.fingerprint, probe=probe)
+                self._reports.events.append(loaded)
             self._tally.spent(Activity(Label.LOAD, version), start)
 
     # Inside: requests in vLLM.

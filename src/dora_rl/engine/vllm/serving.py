@@ -2,8 +2,8 @@
 
 Invariants:
 - a slot serves exactly the version that was loaded into it last, or none;
-- what was published is proven twice: the file by its fingerprint, and what vLLM computes with by comparing it with the
-  file (`prove`; of several devices each has only a part, and then the file alone is proven);
+- what was published is proven three times: the file by its fingerprint, what vLLM computes with by comparing it with
+  the file (`prove`; not with several devices, of which each has only a part), and what it computes by the probe;
 - all weights are changed only while nothing runs, and forget vLLM's cache; adapters are named by their version, which
   is part of the key of vLLM's cache, so they come and go while others run.
 """
@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from dora_rl.core.errors import FingerprintError, SlotError
 from dora_rl.core.nouns import Fingerprint, Version
 from dora_rl.core.ports import PublishedFile, WeightFiles
+from dora_rl.core.probe import Probe
 from dora_rl.engine.vllm.core import Core, Lora
 
 
@@ -32,6 +33,10 @@ class Serving(Protocol):
 
     def unload(self, slot: int) -> None:
         """The slot serves nothing."""
+        ...
+
+    def probe(self, slot: int) -> Probe | None:
+        """What the trainer published with the version in this slot."""
         ...
 
     def adapter(self, slot: int) -> Any:
@@ -54,6 +59,7 @@ class AllWeights:
         self._files = files
         self._prove = prove
         self._folder = _folder()
+        self._probe: Probe | None = None
 
     def load(self, slot: int, version: Version) -> Fingerprint:  # noqa: ARG002 there is one
         """All weights of the version."""
@@ -67,7 +73,12 @@ class AllWeights:
             if self._prove:
                 _agree(self._core.differs(str(link)), version)
             link.unlink()
+            self._probe = file.probe
             return file.fingerprint
+
+    def probe(self, slot: int) -> Probe | None:  # noqa: ARG002
+        """Of the weights that are there."""
+        return self._probe
 
     def unload(self, slot: int) -> None:
         """They stay in memory until the next ones come: nothing is asked of them meanwhile."""
@@ -88,6 +99,7 @@ class Adapters:
         self._prove = prove
         self._folder = _folder()
         self._adapters: list[Any] = [None] * slots
+        self._probes: list[Probe | None] = [None] * slots
 
     def load(self, slot: int, version: Version) -> Fingerprint:
         """The adapter of the version, beside the others."""
@@ -110,7 +122,12 @@ class Adapters:
             except FingerprintError:
                 self.unload(slot)
                 raise
+            self._probes[slot] = file.probe
             return file.fingerprint
+
+    def probe(self, slot: int) -> Probe | None:
+        """Of the adapter in a slot."""
+        return self._probes[slot]
 
     def unload(self, slot: int) -> None:
         """Make room for another adapter."""

@@ -2,6 +2,10 @@
 
 It also refuses every call that is newer than the table below, since nobody has looked at those. No process can be
 made, so this one's number stays its own, and a signal may go to no other.
+
+Pairs of UNIX sockets are allowed, since every event loop of asyncio makes one: they connect the process with itself.
+What is written to pipes and pairs is not counted as memory of the process, so each stays as small as it is made: pipes
+can't be enlarged, sockets have no options, and neither takes pages of memory or descriptors that are closed meanwhile.
 """
 
 from __future__ import annotations
@@ -22,6 +26,10 @@ _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
 _CLONE_THREAD = 0x10000
 _F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _FIOSETOWN, _SIOCSPGRP = 8, 10, 15, 0x8901, 0x8902
+_F_SETPIPE_SZ = 1031
+_AF_UNIX = 1
+DENIED = errno.EPERM
+"""What calls that are refused come back with."""
 
 # name: number on x86_64, number on aarch64
 REFUSED: dict[str, dict[str, tuple[int | None, int | None]]] = {
@@ -65,6 +73,12 @@ REFUSED: dict[str, dict[str, tuple[int | None, int | None]]] = {
     },
     "memory": {
         "io_setup": (206, 0),
+        "setsockopt": (54, 208),
+        "sendmsg": (46, 211),
+        "sendmmsg": (307, 269),
+        "splice": (275, 76),
+        "vmsplice": (278, 75),
+        "tee": (276, 77),
         "memfd_create": (319, 279),
         "memfd_secret": (447, 447),
         "shmget": (29, 194),
@@ -146,6 +160,7 @@ IGNORED: dict[str, tuple[int | None, int | None]] = {
 }
 _CLONE, _CLONE3, _KILL_ONE, _TGKILL, _TGSIGQUEUE = (56, 220), (435, 435), (62, 129), (234, 131), (297, 240)
 _PRLIMIT, _PRCTL, _FCNTL, _IOCTL = (302, 261), (157, 167), (72, 25), (16, 29)
+_SOCKETPAIR = (53, 199)
 
 
 def supported() -> bool:
@@ -171,18 +186,24 @@ def _program(guards: set[str]) -> list[bytes]:
     code += [_step(_LOAD, _NUMBER), _step(_AT_LEAST, _LAST + 1, 0, 1), _refuse(errno.ENOSYS)]
     for guard in sorted(guards & REFUSED.keys()):
         for numbers in REFUSED[guard].values():
-            code += _when(numbers[column], [_refuse(errno.EPERM)])
+            code += _when(numbers[column], [_refuse(DENIED)])
     if "files" in guards:
         for numbers in IGNORED.values():
             code += _when(numbers[column], [_refuse(0)])
+    if "network" in guards:
+        code += _when(_SOCKETPAIR[column], _unless(0, _AF_UNIX))
     if "processes" in guards:
         code += _alone(column)
+    commands = [_F_SETOWN, _F_SETSIG, _F_SETOWN_EX] if "processes" in guards else []
+    commands += [_F_SETPIPE_SZ] if "memory" in guards else []
+    if commands:
+        code += _when(_FCNTL[column], _if_any(1, commands))
     return [*code, _step(_RETURN, _ALLOW)]
 
 
 def _alone(column: int) -> list[bytes]:
     """Threads, but no processes; no signals, limits or death wishes but its own."""
-    thread = [_argument(0), _step(_ANY_BIT, _CLONE_THREAD, 0, 1), _step(_RETURN, _ALLOW), _refuse(errno.EPERM)]
+    thread = [_argument(0), _step(_ANY_BIT, _CLONE_THREAD, 0, 1), _step(_RETURN, _ALLOW), _refuse(DENIED)]
     code = _when(_CLONE[column], thread)
     # The C library takes ENOSYS as a reason to use clone, whose flags can be seen.
     code += _when(_CLONE3[column], [_refuse(errno.ENOSYS)])
@@ -190,7 +211,6 @@ def _alone(column: int) -> list[bytes]:
         code += _when(call[column], _unless(0, os.getpid()))
     code += _when(_PRLIMIT[column], _unless(0, 0))
     code += _when(_PRCTL[column], _if_any(0, [PR_SET_PDEATHSIG]))
-    code += _when(_FCNTL[column], _if_any(1, [_F_SETOWN, _F_SETSIG, _F_SETOWN_EX]))
     return code + _when(_IOCTL[column], _if_any(1, [_FIOSETOWN, _SIOCSPGRP]))
 
 
@@ -201,11 +221,11 @@ def _when(number: int | None, then: list[bytes]) -> list[bytes]:
 
 def _unless(place: int, value: int) -> list[bytes]:
     allowed = _step(_RETURN, _ALLOW)
-    return [_argument(place), _step(_EQUAL, value, 0, 1), allowed, _refuse(errno.EPERM)]
+    return [_argument(place), _step(_EQUAL, value, 0, 1), allowed, _refuse(DENIED)]
 
 
 def _if_any(place: int, values: list[int]) -> list[bytes]:
-    tests = [step for value in values for step in (_step(_EQUAL, value, 0, 1), _refuse(errno.EPERM))]
+    tests = [step for value in values for step in (_step(_EQUAL, value, 0, 1), _refuse(DENIED))]
     return [_argument(place), *tests, _step(_RETURN, _ALLOW)]
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from dora_rl.core.config import Config
 
@@ -25,6 +25,10 @@ class NeedConfig(Config):
         return {name: amount for name, amount in needs.items() if amount} or {"CPU": 0.001}
 
 
+_JUDGE: dict[str, Any] = {"num_cpus": 0.5}
+"""Judges mostly wait for completions, so two share a core."""
+
+
 class RayConfig(Config):
     """The cluster."""
 
@@ -38,8 +42,14 @@ class RayConfig(Config):
     """Each instance, and the evaluator."""
     trainer: NeedConfig = NeedConfig()
     """Each rank of the trainer."""
-    judge: NeedConfig = NeedConfig(num_cpus=0.5)
+    judge: NeedConfig = NeedConfig(**_JUDGE)
     """Each process that judges."""
     shared_folder: bool = False
     """The run's folder is on a file system that every node has: the trainer may be on any node. Otherwise it is on the
     node of the supervisor, which is the one where the command was given."""
+
+    @field_validator("judge", mode="before")
+    @classmethod
+    def _keep_defaults(cls, given: Any) -> Any:
+        """One key that is set does not change the others."""
+        return {**_JUDGE, **given} if isinstance(given, dict) else given

@@ -26,6 +26,7 @@ from pathlib import Path
 
 import msgspec
 
+from dora_rl.core.cores import usable_cores
 from dora_rl.core.errors import RunError
 from dora_rl.core.nouns import Nanoseconds, Record
 
@@ -142,16 +143,12 @@ def enter(address: str, port: int, token: bytes, node: str) -> tuple[socket.sock
     kernel = this_kernel()
     try:
         prepare(link)
-        _send(link, Hello(token=token, pid=os.getpid(), kernel=kernel, node=node, cores=_cores()))
+        _send(link, Hello(token=token, pid=os.getpid(), kernel=kernel, node=node, cores=usable_cores()))
         welcome = msgspec.msgpack.decode(_receive(link), type=Welcome)
     except (OSError, ValueError, msgspec.DecodeError) as error:
         link.close()
         raise RunError(f"the supervisor at {address}:{port} did not let this process in: {error}") from error
     return link, 0 if welcome.kernel == kernel else time.monotonic_ns() - welcome.clock
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def prepare(link: socket.socket) -> None:

@@ -132,7 +132,7 @@ class RayHost:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
         }
         log = str(self._folder.logs.resolve() / f"{place}.log")
-        actor = ray.remote(Member).options(**options).remote(self._supervisor, self._door.expect(name), log)
+        actor = ray.remote(Member).options(**options).remote(self._supervisor, role, self._door.expect(name), log)
         served = actor.serve.remote()
         self._hosted[name] = hosted = Hosted(actor, served, group, self._kernel, lambda: self._forget(name))
         return hosted

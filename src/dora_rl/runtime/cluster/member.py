@@ -2,24 +2,34 @@
 
 Invariants:
 - the role is played in the main thread, since rewards may use signals; nothing else is asked of the actor;
-- the actor's process ends with the role, and with the supervisor, which owns the actor.
+- the actor's process ends with the role, and with the supervisor, which owns the actor;
+- a judge runs the code of users, so it is a process of its own below a keeper, which ends all that it has started when
+  the actor ends, however that comes about. Other roles speak to Ray and so stay in the actor's process; what their
+  libraries have started is ended with the role, and by Ray if the actor is killed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
-from dora_rl.runtime.nursery import ENVIRONMENT
+from dora_rl.core.nouns import Nanoseconds
+from dora_rl.core.processes import end_descendants
+from dora_rl.runtime.keeper import PATIENCE
+from dora_rl.runtime.nursery import variables
 
 
 class Member:
     """The actor."""
 
-    def __init__(self, supervisor: Any, token: bytes, log: str) -> None:
-        os.environ.update(ENVIRONMENT)  # before torch is imported
+    def __init__(self, supervisor: Any, role: str, token: bytes, log: str) -> None:
+        self._role = role
+        os.environ.update(variables(os.environ))  # before torch is imported
         self._supervisor = supervisor
         self._token = token
         with contextlib.suppress(OSError):  # a node that does not have the run's folder keeps what is printed itself
@@ -37,8 +47,20 @@ class Member:
         address, port = ray.get(self._supervisor.door.remote(here))
         node = ray.get_runtime_context().get_node_id()
         link, ahead = enter(address, port, self._token, node)
-        play(link, RayCarriage(self._supervisor), ahead)
+        if self._role == "judge":
+            _play_apart(link, ahead)
+        else:
+            play(link, RayCarriage(self._supervisor), ahead)
+            end_descendants(PATIENCE)
         ray.actor.exit_actor()
+
+
+def _play_apart(link: socket.socket, ahead: Nanoseconds) -> None:
+    """Play the role in a process of its own, below a keeper, and wait for its end."""
+    command = [sys.executable, "-m", "dora_rl.runtime.keeper", str(link.fileno()), str(os.getpid()), str(ahead)]
+    process = subprocess.Popen(command, pass_fds=[link.fileno()], stdin=subprocess.DEVNULL)  # noqa: S603
+    link.close()
+    process.wait()
 
 
 def _print_to(log: Path) -> None:

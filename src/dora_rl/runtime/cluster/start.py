@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dora_rl.core.cores import usable_cores
 from dora_rl.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def cluster(config: RunConfig) -> Iterator[None]:
     else:
         settings |= {
             "address": "local",
-            "num_cpus": max(os.cpu_count() or 1, _cpus(config)),
+            "num_cpus": max(usable_cores(), _cpus(config)),
             "include_dashboard": False,
         }
     try:

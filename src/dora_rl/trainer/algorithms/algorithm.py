@@ -4,6 +4,9 @@ An algorithm names how rewards become advantages, how ratios and advantages beco
 are averaged, and its usual clipping bounds. Everything else (KL, entropy, corrections, packing, updates) is the same
 for all of them.
 
+The algorithms are part of the configuration, so neither torch nor numpy is imported before one of them computes: a
+mistake in a config file is reported at once.
+
 Shapes: N trained tokens of S trajectories in one micro-batch, flat; B groups of a step with G siblings each.
 """
 
@@ -13,22 +16,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
-
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
-Rewards: TypeAlias = Sequence[NDArray[np.float64]]
+Rewards: TypeAlias = "Sequence[NDArray[np.float64]]"
 """One array [G] for each group."""
 
-AdvantageFunction: TypeAlias = Callable[[Rewards], list[NDArray[np.float64]]]
+AdvantageFunction: TypeAlias = "Callable[[Rewards], list[NDArray[np.float64]]]"
 """Rewards of groups to advantages of the same shape."""
 
 Scope: TypeAlias = Literal["group", "step"]
 """What an advantage depends on: its own group, so that a step can stream, or all groups of the step."""
 
 Aggregation: TypeAlias = Literal["token_mean", "sequence_mean", "constant_length"]
+
+Correction: TypeAlias = Literal["none", "token_truncate", "sequence_truncate", "token_mask", "sequence_mask"]
 
 
 class Clip(NamedTuple):

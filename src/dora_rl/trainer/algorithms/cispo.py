@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import torch
-
 from dora_rl.trainer.algorithms.algorithm import Algorithm, Clip, TokenLoss, Tokens
 from dora_rl.trainer.algorithms.grpo import normalised
 
 
 def bounded_weight(tokens: Tokens, clip: Clip) -> TokenLoss:
     """Policy gradient weighted by the clipped ratio."""
+    import torch
+
     ratio = tokens.log_ratio.detach().exp()
     weight = ratio.clamp(1 - clip.low, 1 + clip.high)
     return TokenLoss(-weight * tokens.advantages * tokens.logprobs, ratio, torch.ne(weight, ratio))

@@ -9,15 +9,14 @@ weight is to the behaviour policy.
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from dora_rl.trainer.algorithms.algorithm import Aggregation, Clip, Correction, TokenLoss, Tokens
 
-from dora_rl.core.trajectory import Trajectory
-from dora_rl.trainer.algorithms.algorithm import Aggregation, Clip, TokenLoss, Tokens
+if TYPE_CHECKING:
+    from torch import Tensor
 
-Correction: TypeAlias = Literal["none", "token_truncate", "sequence_truncate", "token_mask", "sequence_mask"]
+    from dora_rl.core.trajectory import Trajectory
 
 
 def sequence_sum(values: Tensor, sequence: Tensor, count: int) -> Tensor:
@@ -27,6 +26,8 @@ def sequence_sum(values: Tensor, sequence: Tensor, count: int) -> Tensor:
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip: Clip) -> TokenLoss:
     """PPO's pessimistic bound, with an optional third bound for large ratios at negative advantages."""
+    import torch
+
     bounded = ratio.clamp(1 - clip.low, 1 + clip.high)
     gain = torch.minimum(ratio * advantages, bounded * advantages)
     clipped = ((advantages > 0) & (ratio > 1 + clip.high)) | ((advantages < 0) & (ratio < 1 - clip.low))
@@ -44,6 +45,8 @@ def ppo_clip(tokens: Tokens, clip: Clip) -> TokenLoss:
 
 def token_weights(aggregation: Aggregation, tokens: Tokens, constant_length: int) -> Tensor:
     """[N] the share of each token in the sum that `denominator` divides."""
+    import torch
+
     if aggregation == "token_mean":
         return torch.ones_like(tokens.advantages)
     if aggregation == "sequence_mean":
@@ -64,6 +67,8 @@ def kl_estimate(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 def gap_weights(kind: Correction, log_gap: Tensor, tokens: Tokens, low: float, high: float) -> Tensor:
     """[N] weights for the gap between trainer and engine; `log_gap` is anchor minus behaviour, without gradient."""
+    import torch
+
     if kind.startswith("sequence"):
         log_gap = sequence_sum(log_gap, tokens.sequence, len(tokens.lengths))[tokens.sequence]
     gap = log_gap.exp()

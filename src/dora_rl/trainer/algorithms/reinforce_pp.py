@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from dora_rl.trainer.algorithms.algorithm import Algorithm, Clip, Rewards
 from dora_rl.trainer.algorithms.dr_grpo import centred
 from dora_rl.trainer.algorithms.grpo import EPSILON
 from dora_rl.trainer.algorithms.pieces import ppo_clip
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
 
 def normalised_over_step(rewards: Rewards) -> list[NDArray[np.float64]]:
     """(r - mean) / (standard deviation + epsilon), over the step."""
+    import numpy as np
+
     flat = np.concatenate(rewards)
     return [(group - flat.mean()) / (flat.std() + EPSILON) for group in rewards]
 

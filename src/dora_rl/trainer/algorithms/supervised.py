@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-
 from dora_rl.trainer.algorithms.algorithm import Algorithm, Clip, Rewards, TokenLoss, Tokens
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
 
 def one(rewards: Rewards) -> list[NDArray[np.float64]]:
     """Every example counts alike."""
+    import numpy as np
+
     return [np.ones_like(group) for group in rewards]
 
 
 def negative_log_likelihood(tokens: Tokens, _: Clip) -> TokenLoss:
     """Nothing is sampled here, so there is no ratio and nothing to clip."""
+    import torch
+
     ratio = torch.ones_like(tokens.advantages)
     return TokenLoss(-tokens.logprobs * tokens.advantages, ratio, torch.zeros_like(ratio, dtype=torch.bool))
 

@@ -1,0 +1,170 @@
+"""One trial call of a run's user code before the run begins, in a process of its own.
+
+Rewards are called with the first problem and a plausible completion, an environment is reset to the first problem.
+Whatever the code does there (raise, exit, hang, return nonsense) becomes one sentence. The process is below a keeper,
+so it and all that it has started end when the trial is over.
+
+The child reports a line of JSON for each stage that it begins, so that the parent knows what took too long or died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dora_rl.core.errors import ConfigError, UserError
+from dora_rl.envs.config import EnvironmentConfig, RewardConfig
+from dora_rl.envs.data import Problem
+from dora_rl.runtime.keeper import BY_SIGNAL, PATIENCE, keep
+from dora_rl.runtime.nursery import variables
+
+_IMPORT_SECONDS = 300.0
+"""For importing the user's code. A run has no such limit; it is here so that a hanging import is named."""
+_COMPLETION = "The answer is 42."
+"""Given to reward functions where the problem has no answer, or where they fail on the answer."""
+_WAY_OUT = "mend it, or skip this trial call with --no-trial"
+_WHAT = {
+    "import": "importing the code of the reward or environment",
+    "reward": "the reward",
+    "reset": "the environment",
+}
+
+
+class Trial:
+    """A trial that is under way."""
+
+    def __init__(self, reward: RewardConfig, environment: EnvironmentConfig, folder: Path, problem: Problem) -> None:
+        self._seconds = {
+            "import": _IMPORT_SECONDS,
+            "reward": reward.timeout_seconds,
+            "reset": environment.timeout_seconds,
+        }
+        asked = {
+            "reward": reward.model_dump(mode="json"),
+            "environment": environment.model_dump(mode="json"),
+            "folder": str(folder),
+            "problem": msgspec.to_builtins(problem),
+        }
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115
+        self._replies, replies = os.pipe()
+        with tempfile.TemporaryFile() as question:
+            question.write(json.dumps(asked).encode())
+            question.seek(0)
+            self._process = subprocess.Popen(  # noqa: S603
+                [sys.executable, "-m", "dora_rl.runtime.trial", str(replies), str(os.getpid())],
+                stdin=question,
+                stdout=self._output,
+                stderr=self._output,
+                pass_fds=[replies],
+                env=os.environ | variables(os.environ),
+                start_new_session=True,
+            )
+        os.close(replies)
+
+    def finish(self) -> None:
+        """Wait for the result; what went wrong is raised as one sentence."""
+        try:
+            last = self._follow()
+            stage, failed = last["stage"], last.get("failed")
+            if failed is not None:
+                raise ConfigError(failed if stage == "import" else f"{self._call(stage)} failed: {failed}; {_WAY_OUT}")
+            if stage != "done":
+                raise ConfigError(f"{self._call(stage)} ended its process ({self._end()}); {_WAY_OUT}")
+        finally:
+            self.stop()
+
+    def stop(self) -> None:
+        """End the process and what it has started, whatever they do."""
+        if self._output.closed:
+            return
+        self._process.terminate()  # the keeper ends all that is below it
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(2 * PATIENCE)
+        self._process.kill()
+        self._process.wait()
+        os.close(self._replies)
+        self._output.close()
+
+    def _follow(self) -> dict[str, Any]:
+        """The last stage that the child has reported, when it has ended."""
+        last: dict[str, Any] = {"stage": "import"}
+        begun = ""
+        end = time.monotonic() + self._seconds["import"]
+        while True:
+            if not select.select([self._replies], [], [], max(0.0, end - time.monotonic()))[0]:
+                stage = last["stage"]
+                raise ConfigError(f"{self._call(stage)} took longer than {self._seconds[stage]:g} s; {_WAY_OUT}")
+            read = os.read(self._replies, 1 << 16)
+            if not read:
+                self._process.wait()
+                return last
+            *lines, begun = (begun + read.decode()).split("\n")
+            for line in lines:
+                last = json.loads(line)
+                if last["stage"] == "done" or "failed" in last:
+                    return last
+                end = time.monotonic() + self._seconds[last["stage"]]
+
+    def _call(self, stage: str) -> str:
+        return _WHAT[stage] if stage == "import" else f"a trial call of {_WHAT[stage]} on the first problem"
+
+    def _end(self) -> str:
+        """How the process ended, and the last line that it printed."""
+        code = self._process.returncode
+        how = f"exit status {code}" if code <= BY_SIGNAL else signal.Signals(code - BY_SIGNAL).name
+        self._output.seek(0)
+        printed = self._output.read().decode(errors="replace").strip().splitlines()
+        return f"{how}: {printed[-1][:200]}" if printed else how
+
+
+def _serve(replies: int, asked: dict[str, Any]) -> None:
+    """The child's side."""
+    from dora_rl.envs.environment import Environments
+    from dora_rl.envs.rewards import Judge
+
+    def say(stage: str, failed: str | None = None) -> None:
+        line = {"stage": stage} if failed is None else {"stage": stage, "failed": failed}
+        os.write(replies, json.dumps(line).encode() + b"\n")
+        if failed is not None:
+            os._exit(0)
+
+    reward, environment = RewardConfig(**asked["reward"]), EnvironmentConfig(**asked["environment"])
+    folder, problem = Path(asked["folder"]), msgspec.convert(asked["problem"], Problem)
+    try:
+        judge = Judge(reward, folder)
+        environments = None if environment.kind is None else Environments(environment, folder, None)
+    except UserError as error:
+        say("import", str(error))
+        return
+    if environments is not None:
+        say("reset")
+        session = environments.begin(problem)
+        session.close()
+        if session.failed is not None:
+            say("reset", session.failed)
+    if reward.functions:
+        failures = []
+        for completion in {problem.answer or _COMPLETION: None, _COMPLETION: None}:
+            say("reward")
+            failures.append(judge.score(problem, completion).failed)
+            if failures[-1] is None:
+                break
+        if failures[-1] is not None:
+            say("reward", failures[0])
+    say("done")
+    os._exit(0)  # whatever threads the user's code has left
+
+
+if __name__ == "__main__":
+    keep(int(sys.argv[2]), lambda: _serve(int(sys.argv[1]), json.load(sys.stdin)))

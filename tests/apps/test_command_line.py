@@ -1,0 +1,191 @@
+"""The command line: settings as options, help at once, and config files to begin with."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from dora_rl import __version__
+from dora_rl.apps.cli import COMMANDS, app, load
+from dora_rl.apps.init import EXAMPLES, short
+from dora_rl.apps.settings import listing, sentence, settings, split
+from dora_rl.core.config import build, override
+from dora_rl.core.errors import ConfigError, UserError
+from dora_rl.runtime.config import RunConfig
+from dora_rl.runtime.folder import RunFolder
+from tests.apps.conftest import MadeRun
+
+OPTIONS = {"--resume": True, "--name": True, "--dry-run": False, "--help": False}
+
+
+def run(*arguments: str | Path) -> Any:
+    return CliRunner().invoke(app, [str(one) for one in arguments], env={"COLUMNS": "100"})
+
+
+def test_a_config_is_checked_without_torch() -> None:
+    program = """
+import sys
+from dora_rl.apps.cli import app, load
+for name in ("init", "train", "runs", "report", "audit", "scale"):
+    load(name)
+from dora_rl.core.config import build
+from dora_rl.core.errors import ConfigError
+from dora_rl.runtime.config import RunConfig
+import dora_rl.runtime.preflight
+tree = {"model": {"path": "m"}, "data": {"source": "d.jsonl"}, "reward": {"functions": ["exact"]},
+        "control": {"groups_per_step": 1, "group_size": 2, "max_response_tokens": 8},
+        "trainer": {"algorithm": {"name": "gspo"}}}
+build(RunConfig, tree)
+try:
+    build(RunConfig, {**tree, "seed": -1})
+except ConfigError:
+    print([name for name in ("torch", "transformers", "ray") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_only_the_command_that_is_given_is_imported() -> None:
+    program = """
+import sys
+from dora_rl.apps.cli import app
+try:
+    app(["--help"])
+except SystemExit:
+    pass
+print([name for name in sys.modules if name.startswith(("dora_rl.apps.", "pydantic", "numpy"))])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1] == "['dora_rl.apps.cli']", done.stderr
+    assert all(name in done.stdout for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_list_of_commands_says_what_their_own_help_says(name: str) -> None:
+    function = load(name).callback
+    assert COMMANDS[name].about == sentence(inspect.getdoc(function) or "")
+
+
+def test_the_version_is_an_option_and_a_command() -> None:
+    assert run("--version").output == run("version").output == f"{__version__}\n"
+
+
+# -- settings as options ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rest", "found"),
+    [
+        ("run.toml --control.max_staleness 2", "run.toml", ["control.max_staleness=2"]),
+        ("--control.max_staleness 2 run.toml", "run.toml", ["control.max_staleness=2"]),
+        ("--seed 3 --dry-run run.toml", "--dry-run run.toml", ["seed=3"]),
+        ("--resume RUN --rollout.instances 4", "--resume RUN", ["rollout.instances=4"]),
+        ("--rollout.instances=4 --resume=RUN", "--resume=RUN", ["rollout.instances=4"]),
+        ("--evaluation.right -1 run.toml", "run.toml", ["evaluation.right=-1"]),
+        ("--logging.tensorboard FALSE run.toml", "run.toml", ["logging.tensorboard=false"]),
+        ("--data.params.count 5 run.toml", "run.toml", ["data.params.count=5"]),
+        ("--trainer.lora {} run.toml", "run.toml", ["trainer.lora={}"]),
+        ("--out 2026 run.toml", "run.toml", ['out="2026"']),
+        ("--data.system 'a' run.toml", "run.toml", ["data.system='a'"]),
+        ("--name --odd run.toml", "--name --odd run.toml", []),
+    ],
+)
+def test_settings_stand_anywhere(arguments: str, rest: str, found: list[str]) -> None:
+    assert split(arguments.split(), OPTIONS, RunConfig) == (rest.split(), found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ("--control.max_stalenes 2", "'--control.max_stalenes', did you mean '--control.max_staleness'?"),
+        ("--max_staleness 2", "did you mean '--control.max_staleness'?"),
+        ("--learning_rate 2", "did you mean '--trainer.optimiser.learning_rate'?"),
+        ("--resum RUN", "did you mean '--resume'?"),
+        ("--xyzzy 2", "lists them"),
+        ("--seed", "'--seed' has no value"),
+        ("--seed --dry-run", "'--seed' has no value"),
+        ("--logging.tensorboard run.toml", "'--logging.tensorboard' is true or false"),
+    ],
+)
+def test_a_wrong_option_names_the_nearest(arguments: str, complaint: str) -> None:
+    with pytest.raises(UserError) as raised:
+        split(arguments.split(), OPTIONS, RunConfig)
+    assert complaint in str(raised.value)
+
+
+def test_every_setting_reaches_the_config_under_its_own_name() -> None:
+    """What the help calls a setting is one: its default, given as an option, changes nothing."""
+    tree = override({}, [f"{key}={json.dumps(value)}" for key, value in EXAMPLES.items() if key.count(".") == 1])
+    for one in settings(RunConfig):
+        if one.kind == "section" or one.default in ("required", "not set") or one.key.startswith("evaluation.data."):
+            continue
+        (assignment,) = split([f"--{one.key}", one.default], OPTIONS, RunConfig)[1]
+        if one.key not in EXAMPLES and not one.key.startswith("trainer.lora."):
+            assert build(RunConfig, override(tree, [assignment])) == build(RunConfig, tree), one.key
+
+
+def test_the_help_lists_every_setting() -> None:
+    shown = run("train", "--help").output
+    assert listing(RunConfig) in shown
+    for one in settings(RunConfig):
+        assert (f"[{one.key}] " if one.kind == "section" else f"--{one.key} {one.kind} ") in shown
+    assert "--control.mode sync|one_step_off|partial|dora" in shown
+    assert "--no-trial" in shown
+
+
+def test_a_run_is_resumed_with_other_settings(made_run: MadeRun, tmp_path: Path) -> None:
+    shutil.copytree(made_run.folder.path, tmp_path / "copy")
+    done = run("train", "--resume", tmp_path / "copy", "--rollout.instances", "3")
+    assert done.exit_code == 0, done.output
+    assert RunFolder.open(tmp_path / "copy").read().rollout.instances == 3
+    refused = run("train", "--resume", tmp_path / "copy", "--trainer.optimiser.learning_rate", "1")
+    assert isinstance(refused.exception, UserError)
+
+
+# -- init -------------------------------------------------------------------------------------------------------
+
+
+def test_the_short_config_has_the_examples_and_nothing_else() -> None:
+    text = short(RunConfig, EXAMPLES)
+    written = tomllib.loads(text)
+    assert {f"{section}.{key}" for section in written for key in written[section]} == {
+        key for key in EXAMPLES if key.count(".") == 1
+    }
+    assert max(map(len, text.splitlines())) <= 120
+    assert len(text.splitlines()) < 35
+
+
+@pytest.mark.parametrize("full", [[], ["--full"]], ids=["short", "full"])
+def test_what_init_writes_is_accepted(made_run: MadeRun, tmp_path: Path, full: list[str]) -> None:
+    file = tmp_path / "run.toml"
+    assert run("init", file, *full).exit_code == 0
+    model = ("--model.path", made_run.config.parent / "model", "--rollout.engine.max_context", "64")
+    missing = run("train", file, "--dry-run", *model)
+    assert "problems.jsonl: No such file" in str(missing.exception)
+    rows = [json.dumps({"prompt": "one two", "answer": "three"})] * 65
+    (tmp_path / "problems.jsonl").write_text("\n".join(rows))
+    done = run("train", *model, file, "--dry-run", "--control.max_response_tokens", "32")
+    assert done.exit_code == 0, done.exception
+    printed = build(RunConfig, tomllib.loads(done.stdout))
+    assert printed.control.max_response_tokens == 32
+    assert printed.data.held_out == 64
+    assert not Path("runs").exists()
+    with pytest.raises(UserError, match="there already"):
+        raise run("init", file).exception
+
+
+def test_a_wrong_value_is_named_with_its_key(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(short(RunConfig, EXAMPLES))
+    for given, complaint in (("--seed=-1", "'seed'"), ("--control.mode=dorra", "'control.mode'")):
+        wrong = run("train", tmp_path / "run.toml", given)
+        assert isinstance(wrong.exception, ConfigError)
+        assert complaint in str(wrong.exception)

@@ -1,0 +1,19 @@
+"""Shared by the engine's tests."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+
+from dora_rl.engine.native import runner
+
+
+@pytest.fixture(autouse=True)
+def near(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests' models are small on every machine, whatever its caches."""
+
+    def near_bytes(_library: ctypes.CDLL) -> int:
+        return 1 << 20
+
+    monkeypatch.setattr(runner, "near_bytes", near_bytes)

@@ -1,0 +1,52 @@
+"""Which processors the kernels can be compiled for and run on here."""
+
+from __future__ import annotations
+
+import functools
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+# What a compiler may use of a processor without being asked by the source, as it says so and as the system does.
+_FEATURES = {
+    "__SSE3__": "pni",
+    "__SSSE3__": "ssse3",
+    "__SSE4_1__": "sse4_1",
+    "__SSE4_2__": "sse4_2",
+    "__POPCNT__": "popcnt",
+    "__LZCNT__": "abm",
+    "__BMI__": "bmi1",
+    "__BMI2__": "bmi2",
+    "__MOVBE__": "movbe",
+    "__ADX__": "adx",
+    "__F16C__": "f16c",
+    "__FMA__": "fma",
+    "__AVX__": "avx",
+    "__AVX2__": "avx2",
+    "__AVX512F__": "avx512f",
+    "__AVX512BW__": "avx512bw",
+    "__AVX512CD__": "avx512cd",
+    "__AVX512DQ__": "avx512dq",
+    "__AVX512VL__": "avx512vl",
+}
+X86 = ("x86-64", "x86-64-v3", "znver3", "x86-64-v4", "native")
+"""Without AVX and FMA; with both; with both and AMD's tuning; with AVX-512; this one."""
+
+
+@functools.cache
+def runnable() -> list[str]:
+    """Values of `-march` whose instructions this processor has, by the compiler's and the system's own word."""
+    if platform.machine() != "x86_64":
+        return ["native"]
+    return [arch for arch in X86 if arch == "native" or _has(arch)]
+
+
+def _has(arch: str) -> bool:
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    assert compiler is not None
+    command = [compiler, f"-march={arch}", "-dM", "-E", "-x", "c++", "/dev/null"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    defined = {line.split()[1] for line in told.splitlines()}
+    flags = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")).split()
+    return all(flag in flags for macro, flag in _FEATURES.items() if macro in defined)

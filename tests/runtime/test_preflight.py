@@ -1,0 +1,255 @@
+"""Before a run has a folder: each mistake is one sentence, and nothing is left behind."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora_rl.apps.train import begin
+from dora_rl.core.config import build
+from dora_rl.core.errors import UserError
+from dora_rl.core.processes import alive
+from dora_rl.runtime import folder as folders
+from dora_rl.runtime import preflight
+from dora_rl.runtime.config import RunConfig
+from dora_rl.runtime.folder import RunFolder
+from tests.runtime.making import merged, settings
+
+CODE = """
+import os, signal, subprocess, time
+
+def row(count=3):
+    return [{"prompt": "1+1=", "answer": "2"}] * count
+
+def nothing():
+    return []
+
+def long():
+    return [{"prompt": "1" * length} for length in (5, 90, 5, 85)]
+
+def tight():
+    return [{"prompt": "1" * length} for length in (5, 40)]
+
+def chats():
+    return [{"prompt": [{"role": "user", "content": "1"}]}]
+
+def raises(prompt, completion, answer):
+    raise ValueError("never again")
+
+def exits(prompt, completion, answer):
+    os._exit(3)
+
+def dies(prompt, completion, answer):
+    print("the last words", flush=True)
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+def hangs(prompt, completion, answer):
+    time.sleep(3600)
+
+def says(prompt, completion, answer):
+    return "1.0"
+
+def picky(prompt, completion, answer):
+    if completion == answer:
+        raise ValueError("too good to be true")
+    return 0.5
+
+def starts(prompt, completion, answer):
+    process = subprocess.Popen(["sleep", "3600"])
+    with open(os.environ["PID_FILE"], "w") as file:
+        file.write(str(process.pid))
+    return 1.0
+
+class Broken:
+    def reset(self, problem):
+        raise RuntimeError("no world")
+    def step(self, text):
+        return None, 0.0, True
+
+class Sound(Broken):
+    def reset(self, problem):
+        return "begin"
+"""
+BROKEN = "import nothing_of_this_name\n"
+
+
+@pytest.fixture
+def job(base: Path, tmp_path: Path) -> Path:
+    shutil.copytree(base / "model", tmp_path / "model")
+    shutil.copy(base / "task.py", tmp_path)
+    (tmp_path / "code.py").write_text(CODE)
+    (tmp_path / "broken.py").write_text(BROKEN)
+    (tmp_path / "columns.jsonl").write_text('{"question": "1"}\n')
+    (tmp_path / "torn.jsonl").write_text('{"prompt": "1"}\n{"prom')
+    return tmp_path
+
+
+def config(job: Path, other: dict[str, Any]) -> RunConfig:
+    return build(RunConfig, merged(settings(job), other))
+
+
+def refusal(job: Path, other: dict[str, Any]) -> str:
+    """What is said, in one line; no folder is left."""
+    with pytest.raises(UserError) as raised:
+        preflight.check(config(job, other), job)
+    assert not (job / "runs").exists()
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+def reward(name: str, **more: Any) -> dict[str, Any]:
+    return {"reward": {"functions": [name], "timeout_seconds": 20.0, **more}}
+
+
+def environment(name: str) -> dict[str, Any]:
+    return {"environment": {"kind": f"code.py:{name}"}, "reward": {"functions": []}}
+
+
+MISTAKES = [
+    ({"data": {"source": "nope.jsonl"}}, "nope.jsonl: No such file"),
+    ({"data": {"source": "torn.jsonl"}}, "line 2 is not JSON"),
+    ({"data": {"source": "columns.jsonl"}}, "set data.prompt to one of question"),
+    ({"data": {"source": "code.py:nothing"}}, "has no rows"),
+    ({"data": {"source": "code.py:row", "held_out": 3}}, "leaves none to train"),
+    ({"data": {"source": "code.py:long"}}, "2 of 4 prompts leave no room for a response"),
+    ({"data": {"source": "code.py:chats"}}, "has no chat template"),
+    ({"evaluation": {"every": 1}}, "there are no held-out prompts"),
+    ({"evaluation": {"every": 1, "data": {"source": "nope.jsonl"}}}, "nope.jsonl: No such file"),
+    ({"model": {"path": "/no/such/model"}}, "there is no folder /no/such/model"),
+    ({"model": {"path": "./nope.gguf"}}, "there is no file ./nope.gguf"),
+    ({"logging": {"wandb": "x"}}, "'logging.wandb': the package is missing: pip install wandb"),
+    ({"model": {"device": "mps"}}, "device 'mps' is not available"),
+    (reward("code.py:raises"), "of the reward on the first problem failed: raises: ValueError: never again"),
+    (reward("code.py:exits"), "ended its process (exit status 3)"),
+    (reward("code.py:dies"), "ended its process (SIGSEGV: the last words)"),
+    (reward("code.py:hangs", timeout_seconds=0.5), "of the reward on the first problem took longer than 0.5 s"),
+    (reward("code.py:says"), "says returned str, not a number"),
+    (reward("code.py:missing"), "code.py has no 'missing'"),
+    (reward("broken.py:reward"), "No module named 'nothing_of_this_name'"),
+    (reward("exactly"), "reward 'exactly' is unknown"),
+    (
+        environment("Broken"),
+        "of the environment on the first problem failed: environment, reset: RuntimeError: no world",
+    ),
+    (environment("Missing"), "code.py has no 'Missing'"),
+]
+
+
+@pytest.mark.parametrize(("other", "complaint"), MISTAKES, ids=[complaint for _, complaint in MISTAKES])
+def test_a_mistake_is_one_sentence_and_leaves_no_folder(job: Path, other: dict[str, Any], complaint: str) -> None:
+    assert complaint in refusal(job, other)
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_run_and_a_dry_run_are_checked_before_there_is_a_folder(job: Path, *, dry_run: bool) -> None:
+    with pytest.raises(UserError, match="never again"):
+        begin(config(job, reward("code.py:raises")), job, None, dry_run=dry_run, trial=True)
+    assert not (job / "runs").exists()
+
+
+def _without(name: str) -> Any:
+    return lambda model: [path.unlink() for path in model.glob(name)]
+
+
+def _described(**changed: Any) -> Any:
+    def change(model: Path) -> None:
+        file = model / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("damage", "complaint"),
+    [
+        (_without("config.json"), "config.json: No such file"),
+        (_without("*.safetensors"), "there are no weights"),
+        (_without("tokenizer*"), "there is no tokenizer"),
+        (lambda model: (model / "config.json").write_text("{"), "config.json is not JSON"),
+        (_described(model_type=None), "names no 'model_type'"),
+        (_described(model_type="perceptron"), "'model.path': cannot load"),
+        (_described(model_type="t5"), "'t5' is no causal language model"),
+    ],
+)
+def test_a_model_that_is_not_whole_is_refused(job: Path, damage: Any, complaint: str) -> None:
+    damage(job / "model")
+    assert complaint in refusal(job, {})
+
+
+def test_the_models_own_context_counts(job: Path) -> None:
+    _described(max_position_embeddings=6)(job / "model")
+    said = refusal(job, {"control": {"max_response_tokens": 4}})
+    assert "the context is 6 tokens" in said
+
+
+def test_prompts_that_leave_little_room_are_noted(job: Path) -> None:
+    said: list[str] = []
+    preflight.check(config(job, {"data": {"source": "code.py:tight"}}), job, notice=said.append)
+    assert said == [
+        (
+            "note: 1 of 2 prompts leave less than 'control.max_response_tokens' = 48 tokens of the context of 80 for "
+            "the response; the longest has 40"
+        )
+    ]
+
+
+def test_of_very_many_long_prompts_some_are_looked_at(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "_MOST_PROMPTS", 1)
+    assert "1 of 1 prompts that were looked at" in refusal(job, {"data": {"source": "code.py:long"}})
+
+
+@pytest.mark.parametrize("other", [reward("code.py:picky"), environment("Sound")], ids=["picky", "environment"])
+def test_what_works_is_accepted(job: Path, other: dict[str, Any]) -> None:
+    """A reward that fails on one completion and not on another is data, not a mistake."""
+    prepared = preflight.check(config(job, other), job)
+    assert prepared.dataset.train
+    assert not (job / "runs").exists()
+
+
+def test_a_trial_can_be_left_out(job: Path) -> None:
+    preflight.check(config(job, reward("code.py:raises")), job, trial=False)
+
+
+def test_what_a_trial_has_started_ends_with_it(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PID_FILE", str(job / "pid"))
+    preflight.check(config(job, reward("code.py:starts")), job)
+    process = int((job / "pid").read_text())
+    while alive(process):  # it has been sent its signal; the limit of the test is the limit of this
+        time.sleep(0.01)
+
+
+# -- the folder for runs ----------------------------------------------------------------------------------------
+
+
+def test_a_file_can_not_hold_runs(job: Path) -> None:
+    (job / "file").touch()
+    assert "no run can be written" in refusal(job, {"out": str(job / "file")})
+    assert "no run can be written" in refusal(job, {"out": str(job / "file" / "runs")})
+
+
+def test_where_nothing_can_be_written_no_run_begins(job: Path) -> None:
+    said = refusal(job, {"out": "/proc/runs"})
+    assert said.startswith("no run can be written to '/proc/runs': ")
+    assert said.endswith("set 'out' to another folder (--out FOLDER)")
+
+
+def test_a_disk_that_is_full_at_the_start_leaves_no_folder(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(folders, "sync", full)
+    with pytest.raises(UserError, match="No space left on device"):
+        RunFolder.create(config(job, {}), job, "full")
+    assert not (job / "runs" / "full").exists()
+
+
+def test_a_name_that_is_no_folder_is_refused_before_anything_is_read(job: Path) -> None:
+    with pytest.raises(UserError, match="can't be the name of a run"):
+        begin(config(job, {"data": {"source": "nope.jsonl"}}), job, "a/b", dry_run=False, trial=True)

@@ -1,0 +1,190 @@
+"""Settings of sampling: from the config file through the supervisor's requests to the tokens that an instance says.
+
+The model is tiny, so what may be sampled is known: a plain forward pass gives the distribution of each token.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from dora_rl.core import events as e
+from dora_rl.core.nouns import InstanceSpec, SlotId
+from dora_rl.engine.requests import Request, Sampling
+from dora_rl.runtime import messages as m
+from tests.runtime.making import LETTERS
+from tests.settings.parts import InstancePart, at, publish, supervisor
+
+END = 1
+"""The token that ends a text."""
+
+
+class Answered(NamedTuple):
+    requests: tuple[Request, ...]
+    tokens: dict[int, list[int]]
+    logprobs: dict[int, list[float]]
+    ended: dict[int, str]
+
+
+def answered(base: Path, *changes: dict[str, Any]) -> Answered:
+    """What the first group's requests are answered with."""
+    with supervisor(base, *changes) as part:
+        publish(part.folder)
+        part.begin()
+        submit = part.submits()[0]
+        instance = InstancePart(part.folder)
+        tokens = instance.answer(submit)
+        return Answered(submit.requests, tokens, instance.logprobs, instance.ended)
+
+
+@pytest.fixture(scope="module")
+def usual(base: Path) -> Answered:
+    return answered(base)
+
+
+def distributions(base: Path, request: Request, tokens: list[int]) -> Any:
+    """[T, V] log-probs from which each token was sampled, at temperature 1, by a plain forward pass."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base / "model")
+    ids = torch.tensor([[*request.prompt, *tokens]])
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits[0, len(request.prompt) - 1 : -1]
+    return logits.double().log_softmax(-1)
+
+
+def places(distribution: Any, tokens: list[int]) -> list[int]:
+    """How many tokens were likelier than each that was sampled."""
+    chosen = distribution.gather(1, torch.tensor(tokens)[:, None])
+    return [int(number) for number in (distribution > chosen).sum(1)]
+
+
+def test_every_sampling_setting_is_in_the_requests_of_rollout(base: Path) -> None:
+    sampling = {"temperature": 0.7, "top_p": 0.8, "top_k": 5, "min_p": 0.05, "stop": ["=1", "+"]}
+    control = at("control.max_response_tokens", 33)
+    with supervisor(base, {"sampling": sampling, "seed": 9}, control) as part:
+        part.begin()
+        requests = [request for submit in part.submits() for request in submit.requests]
+    assert requests
+    wanted = Sampling(
+        max_tokens=33, temperature=0.7, top_p=0.8, top_k=5, min_p=0.05, stop=("=1", "+"), stop_ids=(END,), seed=9
+    )
+    assert all(request.sampling == wanted for request in requests)
+
+
+def test_evaluation_samples_as_its_own_settings_say(base: Path) -> None:
+    """`evaluation.samples`, `evaluation.temperature`, `data.held_out`; the rest of sampling as rollout has it."""
+    changes = {
+        "evaluation": {"every": 1, "samples": 3, "temperature": 0.25},
+        "data": {"held_out": 2},
+        "sampling": {"top_p": 0.9, "top_k": 4, "min_p": 0.01, "temperature": 0.8},
+    }
+    with supervisor(base, changes) as part:
+        publish(part.folder)
+        part.begin()
+        world: Any = part.run.world
+        process = next(one for one in world._parts.processes.all if one.place == "evaluator")
+        spec = InstanceSpec(instance="evaluator.1", max_requests=4, kv_tokens=1000)
+        world._hearing.take(process, m.Joined(spec=spec, kernels="torch"))
+        loaded = e.SlotLoaded(slot=SlotId("evaluator.1", 0), version=0, fingerprint="v0")
+        world._hearing.take(process, m.Report(events=(loaded,)))
+        (submit,) = part.told("evaluator", m.Submit)
+        held_out = [part.run.text.encode(problem) for problem in part.run.dataset.held_out]
+        limit = part.run.config.control.max_response_tokens
+    assert [request.prompt for request in submit.requests] == [prompt for prompt in held_out for _ in range(3)]
+    wanted = Sampling(max_tokens=limit, temperature=0.25, top_p=0.9, top_k=4, min_p=0.01, stop_ids=(END,), seed=1)
+    assert all(request.sampling == wanted for request in submit.requests)
+    assert len({request.trajectory for request in submit.requests}) == 6
+
+
+def test_the_same_settings_give_the_same_tokens_and_another_seed_others(base: Path, usual: Answered) -> None:
+    assert answered(base).tokens == usual.tokens
+    assert answered(base, at("seed", 2)).tokens != usual.tokens
+
+
+@pytest.mark.parametrize("changes", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}], ids=lambda one: next(iter(one)))
+def test_what_keeps_one_token_is_greedy(base: Path, usual: Answered, changes: dict[str, Any]) -> None:
+    found = answered(base, {"sampling": changes})
+    assert found.tokens != usual.tokens
+    for request in found.requests:
+        tokens = found.tokens[request.trajectory]
+        assert places(distributions(base, request, tokens), tokens) == [0] * len(tokens)
+    first, second = found.tokens.values()
+    assert first == second, "siblings differ, though nothing is left to chance"
+
+
+def test_top_k_keeps_so_many(base: Path, usual: Answered) -> None:
+    for limit, found in ((3, answered(base, at("sampling.top_k", 3))), (len(LETTERS) + 2, usual)):
+        seen = {
+            place
+            for request in found.requests
+            for place in places(
+                distributions(base, request, found.tokens[request.trajectory]), found.tokens[request.trajectory]
+            )
+        }
+        assert max(seen) < limit
+        assert max(seen) == 2 or limit > 3
+        assert limit == 3 or max(seen) > 2
+
+
+def test_top_p_keeps_the_likeliest_that_have_it_together(base: Path, usual: Answered) -> None:
+    def outside(found: Answered) -> list[bool]:
+        """Where the tokens likelier than the one that was sampled have 0.6 already."""
+        told = []
+        for request in found.requests:
+            tokens = found.tokens[request.trajectory]
+            table = distributions(base, request, tokens)
+            chosen = table.gather(1, torch.tensor(tokens)[:, None])
+            told += (torch.where(table > chosen, table.exp(), 0.0).sum(1) >= 0.6 + 1e-4).tolist()
+        return told
+
+    assert not any(outside(answered(base, at("sampling.top_p", 0.6))))
+    assert any(outside(usual))
+
+
+def test_min_p_keeps_what_is_so_likely(base: Path, usual: Answered) -> None:
+    def least(found: Answered) -> float:
+        """The smallest share of the likeliest token's probability that a sampled one had."""
+        shares = []
+        for request in found.requests:
+            tokens = found.tokens[request.trajectory]
+            table = distributions(base, request, tokens).exp()
+            chosen = table.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+            shares.append(float((chosen / table.max(1).values).min()))
+        return min(shares)
+
+    assert least(answered(base, at("sampling.min_p", 0.4))) >= 0.4 - 1e-4
+    assert least(usual) < 0.4
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_log_probs_are_of_the_temperature(base: Path, usual: Answered, temperature: float) -> None:
+    found = answered(base, at("sampling.temperature", temperature))
+    assert found.tokens != usual.tokens
+    for request in found.requests:
+        tokens = found.tokens[request.trajectory]
+        table = (distributions(base, request, tokens) / temperature).log_softmax(-1)
+        wanted = table.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        assert torch.allclose(torch.tensor(found.logprobs[request.trajectory]).double(), wanted, atol=1e-4)
+
+
+def test_a_response_ends_at_a_stop_string(base: Path, usual: Answered) -> None:
+    letter = {number + 2: one for number, one in enumerate(LETTERS)}
+    # Any letter that was said in the middle of a response cuts it off when it is named.
+    longest = max(usual.tokens.values(), key=len)
+    stop = next(token for token in longest[1:-1] if token in letter)
+    found = answered(base, at("sampling.stop", [letter[stop]]))
+    for number, tokens in usual.tokens.items():
+        cut = tokens[: tokens.index(stop) + 1] if stop in tokens else tokens
+        assert found.tokens[number] == cut
+        assert found.ended[number] == ("stop" if stop in tokens or tokens[-1] == END else "length")
+    assert found.tokens != usual.tokens
+
+
+def test_no_response_is_longer_than_asked_for(base: Path, usual: Answered) -> None:
+    found = answered(base, at("control.max_response_tokens", 7))
+    assert found.tokens == {number: tokens[:7] for number, tokens in usual.tokens.items()}
+    assert max(map(len, usual.tokens.values())) > 7

@@ -1,0 +1,83 @@
+"""Every setting takes effect: each key of each configuration has a row that says who consumes it and what proves it.
+
+A row is checked: the consumer exists and reads that key, and the proof is a test that exists and names the key.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from pathlib import Path
+
+import pytest
+
+from tests.settings.reads import PACKAGE, ROOTS, Key, certain_readers, keys, readers, root
+from tests.settings.table import TABLES, Row
+
+TESTS = Path(__file__).parents[1]
+HOW = "tests/settings/table.py, which says how a row looks"
+
+
+@functools.cache
+def all_keys() -> dict[tuple[str, str], Key]:
+    """Of each root and dotted path; a class that stands in two roots counts in the first."""
+    seen: set[type] = set()
+    return {(name, path): key for name in ROOTS for path, key in keys(root(name), seen=seen)}
+
+
+def rows() -> list[tuple[str, str]]:
+    return [(name, path) for name, table in TABLES.items() for path in table]
+
+
+@functools.cache
+def functions(file: Path) -> frozenset[str]:
+    """Of a module, as `function`, `Class` or `Class.function`."""
+    found = set()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{one.name}" for one in node.body if isinstance(one, ast.FunctionDef)}
+    return frozenset(found)
+
+
+def test_every_key_has_a_row() -> None:
+    missing = [(name, path, key) for (name, path), key in all_keys().items() if path not in TABLES[name]]
+    told = [
+        f"'{path}' of {name} has no row in {HOW}; it is read by: "
+        f"{', '.join(sorted(certain_readers().get(key, ()))) or 'nobody, so it has no effect'}"
+        for name, path, key in missing
+    ]
+    assert not told, "\n".join(told)
+
+
+@pytest.mark.parametrize(("name", "path"), rows(), ids=[f"{name}-{path}" for name, path in rows()])
+def test_the_row_is_true(name: str, path: str) -> None:
+    row: Row = TABLES[name][path]
+    key = all_keys().get((name, path))
+    assert key is not None, f"there is no key '{path}' in {name} any more: remove its row from tests/settings/table.py"
+    module, _, function = row.consumer.partition(":")
+    file = PACKAGE / f"{module.replace('.', '/')}.py"
+    assert file.is_file(), f"'{path}': there is no module {module} in dora_rl"
+    assert function in functions(file), f"'{path}': there is no {function} in {module}; mend the row of {HOW}"
+    assert row.consumer in readers().get(key, ()), (
+        f"'{path}': {row.consumer} does not read it; these do: {', '.join(sorted(certain_readers().get(key, ())))}"
+    )
+    if not row.proof:
+        assert row.why, f"'{path}': name the test that shows its effect, or say why none is needed"
+        return
+    where, _, test = row.proof.partition("::")
+    proof = TESTS / where
+    assert proof.is_file(), f"'{path}': there is no tests/{where}"
+    assert test in functions(proof), f"'{path}': there is no {test} in tests/{where}"
+    leaf = path.rpartition(".")[2]
+    assert leaf in proof.read_text(), f"'{path}': tests/{where} never says '{leaf}', so it can't show its effect"
+
+
+def test_what_is_read_is_found_and_what_is_not_is_not() -> None:
+    """The search that the rows are checked with: a read through a property counts, one of another class does not."""
+    assert "trainer.objective:micro_loss" in readers()["AlgorithmConfig", "clip_low"]
+    assert "runtime.doing:Doing.__init__" in readers()["SamplingConfig", "top_p"]
+    assert "runtime.run:Run._evaluate" in readers()["RewardConfig", "timeout_seconds"]
+    assert "runtime.run:Run._evaluate" not in certain_readers()["EnvironmentConfig", "timeout_seconds"]
+    assert ("SamplingConfig", "top_q") not in readers()
