@@ -50,7 +50,7 @@ try:
 except ConfigError:
     print([name for name in ("torch", "transformers", "ray") if name in sys.modules])
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
     assert done.stdout.strip() == "[]", done.stderr
 
 
@@ -64,7 +64,7 @@ except SystemExit:
     pass
 print([name for name in sys.modules if name.startswith(("dora_rl.apps.", "pydantic", "numpy"))])
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
     assert done.stdout.splitlines()[-1] == "['dora_rl.apps.cli']", done.stderr
     assert all(name in done.stdout for name in COMMANDS)
 
@@ -165,7 +165,10 @@ def test_the_short_config_has_the_examples_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("full", [[], ["--full"]], ids=["short", "full"])
-def test_what_init_writes_is_accepted(made_run: MadeRun, tmp_path: Path, full: list[str]) -> None:
+def test_what_init_writes_is_accepted(
+    made_run: MadeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     file = tmp_path / "run.toml"
     assert run("init", file, *full).exit_code == 0
     model = ("--model.path", made_run.config.parent / "model", "--rollout.engine.max_context", "64")

@@ -62,6 +62,11 @@ def unhurried(prompts, completions, **_):
         time.sleep(0.2)
     return reward(prompts, completions)
 
+def waits_for_hurry(prompts, completions, **_):
+    while not (HERE / "hurry").exists():
+        time.sleep(0.01)
+    return reward(prompts, completions)
+
 def huge(prompts, completions, **_):
     return [3e38 if len(text) % 2 else -3e38 for text in completions]
 '''

@@ -127,12 +127,12 @@ def test_an_event_is_durable_only_when_the_disk_has_it(tmp_path: Path) -> None:
     ledger = Ledger(path, 2, woken=woken.set, opened=opened)
     log(ledger, e.Tick())
     ledger.sync()
-    assert woken.wait(60)
+    assert woken.wait(600)
     assert "full" in ledger.trouble
     assert (ledger.seq, ledger.durable) == (1, 0)
     made[0].full = False
     while ledger.durable == 0:
-        assert woken.wait(60)
+        assert woken.wait(600)
     assert ledger.trouble == ""
     reader = sqlite3.connect(path)
     assert [one.seq for one in read_events(reader)] == [1]

@@ -23,10 +23,10 @@ import time
 class Waits:
     '''Answers no faster than new versions come to work, and some groups not at all until three have.
 
-    Nothing is answered before all instances are there. The first group of a version on each of two instances is held
-    until three versions have begun; of the others, a step's worth is answered for each version that has begun. So no
-    version is skipped, two of them hold all instances, and the third gets its slot by a move, in whatever order the
-    instances come.
+    No group begins to generate before version 0 has groups on all instances, since one or two have no room for all.
+    Then the first group of a version on each of two instances is held until three versions have begun; of the others, a
+    step's worth is answered for each version that has begun. So no version is skipped, versions 0 and 1 hold all
+    instances, and one of the first three versions gets its slot by a move, in whatever order the instances come.
     '''
 
     def __init__(self, log, instances, batch):
@@ -37,6 +37,8 @@ class Waits:
     def reset(self, problem):
         self.prompt = problem.key
         self.answered = False
+        while len({one["slot"][0] for one in self.started()}) < self.instances:
+            time.sleep(0.01)
 
     def step(self, text):
         if self.answered:
@@ -46,12 +48,14 @@ class Waits:
         self.answered = True
         return "1+", 0.0, False
 
-    def waits(self):
+    def started(self):
         with open(self.log) as log:
             logged = [json.loads(line) for line in log if line.endswith("\\n")]
-        joined = sum(one["event"]["event"] == "InstanceJoined" for one in logged)
+        return [one for line in logged for one in line["commands"] if one["command"] == "StartGroup"]
+
+    def waits(self):
         begun, held, free = set(), {}, []
-        for one in (one for line in logged for one in line["commands"] if one["command"] == "StartGroup"):
+        for one in self.started():
             key, version, instance = one["prompt"]["key"].split("@")[0], one["version"], one["slot"][0]
             begun.add(version)
             of_version = held.setdefault(version, {})
@@ -59,8 +63,6 @@ class Waits:
                 of_version[instance] = key
             else:
                 free.append(key)
-        if joined < self.instances:
-            return True
         if len(begun) >= 3:
             return False
         # One that is not in the log yet waits: it is written half a second at a time.
@@ -100,7 +102,7 @@ def test_three_versions_are_live_and_make_room_by_moving_what_waits_for_its_envi
             "params": {"log": str(log), "instances": 3, "batch": BATCH},
         },
         "reward": {"functions": []},
-        "rollout": {"instances": 3, "engine": {"max_requests": 16}},
+        "rollout": {"instances": 3, "engine": {"max_requests": 3 * GROUP}},
     }
     tree = merged(
         settings(base, steps=STEPS, max_staleness=3, groups_per_step=BATCH, group_size=GROUP, max_response_tokens=70),

@@ -20,7 +20,7 @@ from dora_rl.runtime import folder as folders
 from dora_rl.runtime import preflight
 from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.folder import RunFolder
-from tests.runtime.making import merged, settings
+from tests.runtime.making import PATIENCE, merged, settings
 
 CODE = """
 import os, signal, subprocess, time
@@ -45,6 +45,9 @@ def raises(prompt, completion, answer):
 
 def exits(prompt, completion, answer):
     os._exit(3)
+
+def exits_high(prompt, completion, answer):
+    os._exit(255)
 
 def dies(prompt, completion, answer):
     print("the last words", flush=True)
@@ -105,7 +108,7 @@ def refusal(job: Path, other: dict[str, Any]) -> str:
 
 
 def reward(name: str, **more: Any) -> dict[str, Any]:
-    return {"reward": {"functions": [name], "timeout_seconds": 20.0, **more}}
+    return {"reward": {"functions": [name], "timeout_seconds": PATIENCE, **more}}
 
 
 def environment(name: str) -> dict[str, Any]:
@@ -128,6 +131,7 @@ MISTAKES = [
     ({"model": {"device": "mps"}}, "device 'mps' is not available"),
     (reward("code.py:raises"), "of the reward on the first problem failed: raises: ValueError: never again"),
     (reward("code.py:exits"), "ended its process (exit status 3)"),
+    (reward("code.py:exits_high"), "ended its process (exit status 255)"),
     (reward("code.py:dies"), "ended its process (SIGSEGV: the last words)"),
     (reward("code.py:hangs", timeout_seconds=0.5), "of the reward on the first problem took longer than 0.5 s"),
     (reward("code.py:says"), "says returned str, not a number"),

@@ -30,7 +30,7 @@ def instances(folder: RunFolder) -> tuple[set[str], set[str]]:
 
 def test_instances_join_and_leave_in_mid_run(host: Host, base: Path) -> None:
     steps = 8
-    waits = {"functions": ["task.py:unhurried"]}  # so that the run goes on until both changes have been made
+    waits = {"functions": ["task.py:waits_for_hurry"]}  # so that the run goes on until both changes have been made
     run = host.start(make_run(base, "scaled", merged(settings(base, steps=steps), {"reward": waits})))
     assert wait_for_events(run, 15)
     assert scale(run.folder, 4) == 2

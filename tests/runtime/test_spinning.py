@@ -104,7 +104,9 @@ print(spinning, asleep, again)
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core has one thread")
 def test_sleeping_threads_make_the_others_sleep_while_they_are_kept() -> None:
     wait = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "100000000000"}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=os.environ | wait)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=os.environ | wait, timeout=600
+    )
     assert done.returncode == 0, done.stderr
     spinning, asleep, again = map(float, done.stdout.split())
     assert spinning < 0.2

@@ -175,7 +175,7 @@ def test_a_worker_asks_as_many_environments_at_once_as_it_may(
 
 @pytest.mark.parametrize("hang", [True, False])
 def test_an_environment_that_hangs_or_crashes_harms_no_other_of_its_worker(host: Host, base: Path, hang: bool) -> None:
-    environment = {"params": {"hang": hang}, "at_once": 4, "timeout_seconds": 6.0 if hang else 600.0}
+    environment = {"params": {"hang": hang}, "at_once": 4, "timeout_seconds": 20.0 if hang else 600.0}
     settings = {"environment": environment, "reward": {"workers": 1}, "supervision": {"restarts": 0}}
     run = host.start(make_run(base, f"turns-harm-{hang}", merged(tree(base, "Harms"), settings)))
     assert broken(run, run.wait(), 4) == []

@@ -21,7 +21,7 @@ from dora_rl.runtime.reward_guard import PROMPTS, RewardGuard
 from dora_rl.runtime.trial import Trial
 from tests.runtime.checks import broken, leftovers, wait_for_events
 from tests.runtime.host import Host, Supervisor, alive
-from tests.runtime.making import make_run, merged, settings
+from tests.runtime.making import PATIENCE, make_run, merged, settings
 
 REWARDS = """
 import os
@@ -95,7 +95,8 @@ def left(place: Path, name: str = "") -> set[int]:
 
 
 def eventually(check: Callable[[], object]) -> bool:
-    for _ in range(6000):
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end:
         if check():
             return True
         time.sleep(0.01)
@@ -240,7 +241,9 @@ def test_nor_a_process_above_it_that_is_killed(host: Host, base: Path, tmp_path:
 def test_nor_the_trial_call_before_the_run(tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text(f"FILE = {str(tmp_path / 'left')!r}\n{REWARDS}")
     problem = Problem(key="", prompt="1*1=")
-    Trial(RewardConfig(functions=["rewards.py:leaves"]), EnvironmentConfig(), tmp_path, problem).finish()
+    Trial(
+        RewardConfig(functions=["rewards.py:leaves"], timeout_seconds=PATIENCE), EnvironmentConfig(), tmp_path, problem
+    ).finish()
     assert left(tmp_path)
     assert [pid for pid in left(tmp_path) if alive(pid)] == []
 

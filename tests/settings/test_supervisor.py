@@ -381,7 +381,7 @@ def test_figures_go_where_logging_says(base: Path, tmp_path: Path, monkeypatch: 
             tracker.close()
         said = [json.loads(line) for line in (tmp_path / f"{name}.said").read_text().splitlines()]
         assert said == [{"project": "mine", "seed": 1}, {"loss": 0.5, "version": 3}, {"finished": True}]
-        monkeypatch.delitem(sys.modules, name)
+        del sys.modules[name]  # before the undoing of what was done above
     pytest.importorskip("tensorboard")
     folder = folder_of(base, at("logging.tensorboard", True))
     (tracker,) = trackers(folder, folder.read())

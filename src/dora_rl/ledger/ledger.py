@@ -26,7 +26,7 @@ from dora_rl.core.commands import AnyCommand, Command
 from dora_rl.core.errors import IntegrityError, UserError
 from dora_rl.core.events import AnyEvent, Event
 from dora_rl.core.nouns import Nanoseconds, TrajectoryId
-from dora_rl.ledger.notes import AnyNote, Noted
+from dora_rl.ledger.notes import AnyNote, CheckpointSaved, Noted
 from dora_rl.ledger.schema import SCHEMA_VERSION, TABLES
 from dora_rl.ledger.writing import Batch, EventRow, Line, NoteRow, SaidRow, Writer, chain, digest, notes_tail, tail
 
@@ -91,6 +91,8 @@ class Ledger:
         self.seq, _ = tail(self._reader)
         self.durable = self.seq
         self._noted, _ = notes_tail(self._reader)
+        self.checkpoints = {one.note.name for one in self.notes() if isinstance(one.note, CheckpointSaved)}
+        """Names of the checkpoints that were ever noted, also if they are not written yet."""
         if mirror is not None:
             self._copy(mirror)
         self._handing = self._writing = 0.0
@@ -128,6 +130,8 @@ class Ledger:
 
     def note(self, note: AnyNote, at: Nanoseconds) -> None:
         """Write down what the run is made from, or has made."""
+        if isinstance(note, CheckpointSaved):
+            self.checkpoints.add(note.name)
         with self._lock:
             self._noted += 1
             self._batch.notes.append(Noted(self._noted, at, note))

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dora_rl.core import events as e
 from dora_rl.core.errors import IntegrityError, RunError, UserError
 from dora_rl.core.nouns import StepId, Version
-from dora_rl.ledger.notes import CheckpointSaved
 from dora_rl.runtime import messages as m
 from dora_rl.runtime.doing import Doing
 from dora_rl.runtime.manifest import checkpoint_saved
@@ -31,8 +30,6 @@ class Hearing:
         self._noting = noting
         self._saved = saved
         self._mismatch = Mismatch(parts.config, parts.notice)
-        self._noted: set[str] | None = None
-        """Checkpoints that are in the ledger; None: not looked up yet."""
 
     def take(self, process: Process, message: m.FromProcess) -> None:
         """One message of a process."""
@@ -150,11 +147,8 @@ class Hearing:
         """A checkpoint that was restored is noted only if it is not known: what is on disk later must not vouch for
         itself."""
         ledger = self._parts.ledger
-        if self._noted is None:
-            self._noted = {one.note.name for one in ledger.notes() if isinstance(one.note, CheckpointSaved)}
-        if message.restored and (message.name in self._noted or not message.files):
+        if message.restored and (message.name in ledger.checkpoints or not message.files):
             return
-        self._noted.add(message.name)
         ledger.note(checkpoint_saved(message.name, message.files, message.kept), self._parts.now())
 
     def _stepped(self, step: StepId, metrics: dict[str, float]) -> None:

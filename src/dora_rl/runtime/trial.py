@@ -122,7 +122,8 @@ class Trial:
     def _end(self) -> str:
         """How the process ended, and the last line that it printed."""
         code = self._process.returncode
-        how = f"exit status {code}" if code <= BY_SIGNAL else signal.Signals(code - BY_SIGNAL).name
+        number = -code if code < 0 else code - BY_SIGNAL
+        how = signal.Signals(number).name if number in set(signal.Signals) else f"exit status {code}"
         self._output.seek(0)
         printed = self._output.read().decode(errors="replace").strip().splitlines()
         return f"{how}: {printed[-1][:200]}" if printed else how
