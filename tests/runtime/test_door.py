@@ -91,4 +91,5 @@ def test_another_machine_has_another_clock(hall: Hall, monkeypatch: pytest.Monke
     before = time.monotonic_ns()
     link, ahead = enter(LOOPBACK, hall.port, hall.door.expect("i0.1"), "node")
     link.close()
+    assert hall.came.wait(300), "its end of the link would be closed by nobody"
     assert 0 <= ahead <= time.monotonic_ns() - before
