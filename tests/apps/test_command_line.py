@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
+from transformers import MambaConfig, MambaForCausalLM
 from typer.testing import CliRunner
 
 from dora_rl import __version__
@@ -23,6 +25,7 @@ from dora_rl.core.errors import ConfigError, UserError
 from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.folder import RunFolder
 from tests.apps.conftest import MadeRun
+from tests.runtime import making
 
 OPTIONS = {"--resume": True, "--name": True, "--dry-run": False, "--help": False}
 
@@ -192,3 +195,17 @@ def test_a_wrong_value_is_named_with_its_key(tmp_path: Path) -> None:
         wrong = run("train", tmp_path / "run.toml", given)
         assert isinstance(wrong.exception, ConfigError)
         assert complaint in str(wrong.exception)
+
+
+def test_a_model_that_the_engine_refuses_leaves_no_folder(tmp_path: Path) -> None:
+    """The refusal comes from another process, when the run has a folder already."""
+    base = making.make_base(tmp_path)
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4, "eos_token_id": 1, "pad_token_id": 0}
+    MambaForCausalLM(MambaConfig(vocab_size=15, **shape)).save_pretrained(tmp_path / "model")
+    (base / "refused.toml").write_text(tomli_w.dumps(making.settings(base)))
+    command = [sys.executable, "-m", "dora_rl.apps.cli", "train", str(base / "refused.toml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 2
+    assert "MambaForCausalLM can't be used for rollout" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list((tmp_path / "runs").iterdir()) == []

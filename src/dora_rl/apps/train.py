@@ -1,7 +1,7 @@
 """`dora-rl train`: a run from a config file, or on from where it was left.
 
-A run folder is created only when everything that can be checked without one is right. Torch is imported late: the
-process that forks the others imports it beside this one.
+A run folder is created only when everything that can be checked without one is right, and goes again if the engine or
+the trainer refuses the model. Torch is imported late: the process that forks the others imports it beside this one.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -94,7 +95,23 @@ def begin(config: RunConfig, base: Path, name: str | None, *, dry_run: bool, tri
             print_config(config)
             return
         folder = RunFolder.create(config, base, name)
-        go_on(folder, nursery=early[0] if early else None, prepared=prepared)
+        try:
+            go_on(folder, nursery=early[0] if early else None, prepared=prepared)
+        except UserError:
+            _discard_unbegun(folder)
+            raise
+
+
+def _discard_unbegun(folder: RunFolder) -> None:
+    """A run that was refused by its engine or trainer before its first group leaves nothing behind."""
+    from dora_rl.core.commands import StartGroup
+    from dora_rl.ledger.ledger import connect, read_events
+
+    with contextlib.closing(connect(folder.ledger)) as connection:
+        if any(isinstance(one, StartGroup) for logged in read_events(connection) for one in logged.commands):
+            return
+    folder.store(folder.read()).clear()
+    shutil.rmtree(folder.path, ignore_errors=True)
 
 
 def need_engine(config: RunConfig) -> None:
