@@ -1,8 +1,13 @@
-"""The probe's sequences: the same everywhere, within every vocabulary and context."""
+"""The probe: sequences that are the same everywhere, and a comparison that notices the largest difference."""
 
 from __future__ import annotations
 
-from dora_rl.core.probe import LENGTHS, sequences
+import math
+
+import pytest
+
+from dora_rl.core.errors import ProbeError
+from dora_rl.core.probe import LENGTHS, LOOSE, TOLERANCE, Probe, ProbeResult, sequences
 
 
 def test_the_sequences_are_the_same_on_every_machine() -> None:
@@ -25,3 +30,52 @@ def test_a_short_context_clips_and_leaves_the_beginning_as_it_was() -> None:
 def test_every_token_is_in_the_vocabulary() -> None:
     for vocabulary in (1, 2, 3, 1000):
         assert all(0 <= token < vocabulary for one in sequences(0, vocabulary, 64) for token in one)
+
+
+LOGPROBS = ((-1.0, -2.0), (-0.5, -3.0, -4.0))
+
+
+def probe(dtype: str = "float32", firm: tuple[int, ...] = (2, 3)) -> Probe:
+    return Probe(tokens=((1, 2, 3), (4, 5, 6, 7)), logprobs=LOGPROBS, firm=firm, dtype=dtype)
+
+
+def compared(
+    made: Probe, differences: dict[tuple[int, int], float], dtype: str = "float32", tolerance: float | None = None
+) -> ProbeResult:
+    """What comes of log-probs that differ at some places: (sequence, which of its log-probs)."""
+    found = [list(one) for one in LOGPROBS]
+    for (sequence, place), difference in differences.items():
+        found[sequence][place] += difference
+    return made.compare(found, dtype=dtype, tolerance=tolerance, slot="i0/0", version=3)
+
+
+@pytest.mark.parametrize("place", [(0, 0), (0, 1), (1, 0), (1, 2)])
+@pytest.mark.parametrize("difference", [1.1e-3, -1.1e-3, math.nan, math.inf])
+def test_any_log_prob_that_is_too_far_off_is_refused(place: tuple[int, int], difference: float) -> None:
+    with pytest.raises(ProbeError, match=rf"version 3: .*sequence {place[0]}, token {place[1] + 1}"):
+        compared(probe(), {place: difference, (1, 1): 0.9e-3})
+
+
+@pytest.mark.parametrize(("trainer", "slot"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("float32", "int3")])
+def test_the_coarser_dtype_of_the_two_says_how_far_is_too_far(trainer: str, slot: str) -> None:
+    allowed = TOLERANCE["bfloat16"]
+    result = compared(probe(trainer), {(0, 1): allowed * 0.9}, slot)
+    assert (result.tolerance, result.difference) == (allowed, pytest.approx(allowed * 0.9))
+    with pytest.raises(ProbeError, match=f"{allowed} is allowed between {trainer} and {slot}"):
+        compared(probe(trainer), {(0, 1): allowed * 1.1}, slot)
+
+
+def test_a_tolerance_that_is_given_is_kept() -> None:
+    assert compared(probe(), {(1, 2): 0.4}, tolerance=0.5).tolerance == 0.5
+    with pytest.raises(ProbeError):
+        compared(probe("bfloat16"), {(1, 2): 0.4}, "bfloat16", tolerance=0.3)
+
+
+def test_behind_a_near_tie_of_experts_the_median_counts() -> None:
+    made = probe(firm=(2, 1))
+    assert compared(made, {(1, 1): 5.0, (1, 2): 5.0}).tolerance in (TOLERANCE["float32"], LOOSE["float32"])
+    with pytest.raises(ProbeError):
+        compared(made, {(1, 0): 2e-3})  # a firm one
+    everywhere = {(0, 0): 0.2, (0, 1): 0.2, (1, 0): 0.2, (1, 1): 0.2, (1, 2): 0.2}
+    with pytest.raises(ProbeError):
+        compared(probe(firm=(0, 0)), everywhere)

@@ -93,6 +93,14 @@ def test_other_experts_are_used_when_rollout_used_them(kind: str) -> None:
     assert_close(found, gradients(forced))
 
 
+def test_the_probe_is_of_the_models_own_choice_also_in_the_middle_of_a_step() -> None:
+    """What a slot is compared with must not depend on the experts of the batch that was packed last."""
+    made = trainer(moe())
+    before = made.probe()
+    made.accumulate(0, routed(groups(model=moe()), random_experts))
+    assert made.probe() == before
+
+
 def test_replay_with_gradient_checkpointing() -> None:
     batch = routed(groups(model=moe()), random_experts)
     assert_close(gradient(moe(), batch, gradient_checkpointing=True), gradient(moe(), batch))
