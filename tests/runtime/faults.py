@@ -137,6 +137,9 @@ class Wire:
         if "unreported" in self._kinds:
             self._cut_before_report(frame)
             return [frame]
+        if "unpublished" in self._kinds and b"Published" in frame and _published(frame):
+            self._note("unpublished")
+            threading.Event().wait()
         if self._left <= 0 or self._dice.random() > self._rate:
             return [frame]
         self._left -= 1
@@ -159,6 +162,13 @@ class Wire:
             self._left -= 1
             self._note("unreported")
             raise OSError("cut")
+
+
+def _published(frame: bytes) -> bool:
+    """The frame says that the version of the first step is published."""
+    message = msgspec.msgpack.decode(frame[_HEAD.size :])
+    events = message.get("events", ()) if isinstance(message, dict) else ()
+    return any(event.get("event") == "Published" and event["version"] == 1 for event in events)
 
 
 def _damage_bundle(frame: bytes, dice: random.Random) -> bool:

@@ -124,6 +124,21 @@ def test_stopped_supervisor_goes_on(host: Host, base: Path) -> None:
     finish(run)
 
 
+def test_figures_of_a_step_are_kept_when_the_supervisor_dies_before_it_hears_of_its_version(
+    host: Host, base: Path
+) -> None:
+    folder = make_run(base, "unpublished", settings(base, steps=3))
+    wire = {"seed": 0, "faults": 0, "rate": 0.0, "kinds": ["unpublished"]}
+    run = host.start(folder, wire=wire)
+    assert wait_for(run, lambda: 1 in checkpoint.versions(folder.checkpoints))
+    assert fault_happened(run, "unpublished")
+    run.signal(signal.SIGKILL)
+    run.wait()
+    run = host.start(folder)
+    assert broken(run, run.wait(), 3) == []
+    assert [line["step"] for line in lines(folder.metrics) if "step" in line] == [0, 1, 2]
+
+
 def test_interrupt_keeps_everything(host: Host, base: Path) -> None:
     run = begin(host, base, "interrupt")
     assert strike(run, None, random.Random(5), signal.SIGINT)

@@ -40,13 +40,13 @@ def test_a_resumed_run_equals_one_that_never_stopped(tmp_path: Path, settings: d
     torch.manual_seed(5)
     straight = trainer(llama(), **settings)
     train(straight, 2)
-    path = checkpoint.save(tmp_path, straight, position={"groups": 6})
+    path = checkpoint.save(tmp_path, straight, last_step={"groups": 6})
     train(straight, 2)
 
     torch.manual_seed(77)  # an adapter starts at random: what was random must come from the checkpoint
     resumed = trainer(llama(), **settings)
     restored = checkpoint.restore(path, resumed)
-    assert (restored.version, restored.position) == (2, {"groups": 6})
+    assert (restored.version, restored.last_step) == (2, {"groups": 6})
     train(resumed, 2)
     assert resumed.version == 4
     for name, tensor in weights(straight).items():
@@ -127,7 +127,7 @@ def _save_forever(folder: str, ready: Any, seconds: Any) -> None:
         with torch.no_grad():
             for parameter in made.model.parameters():
                 parameter.fill_(made.version)
-        checkpoint.save(Path(folder), made, position={"version": made.version})
+        checkpoint.save(Path(folder), made, last_step={"version": made.version})
         seconds.value = time.perf_counter() - begin
         ready.set()
 
@@ -153,7 +153,7 @@ def test_kill_at_fifty_random_moments_leaves_the_last_good_checkpoint(tmp_path: 
         restored = checkpoint.restore(path, made)
         assert restored.version > before, "an older checkpoint than last time"
         before = restored.version
-        assert restored.position == {"version": restored.version}
+        assert restored.last_step == {"version": restored.version}
         for tensor in weights(made).values():
             assert (tensor == restored.version).all()
     assert cut_short > 5, "the kills did not fall into the writing"

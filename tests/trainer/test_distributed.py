@@ -101,7 +101,7 @@ def test_a_checkpoint_of_two_processes_goes_on_in_one_and_the_reverse(folder: Pa
     resumed = make("untied", World())
     path = checkpoint.latest(folder / "saved-by-2")
     assert path is not None
-    assert checkpoint.restore(path, resumed).position == {"saved by": 2}
+    assert checkpoint.restore(path, resumed).last_step == {"saved by": 2}
     for made in (straight, resumed):
         made.accumulate(1, groups(count=3, seed=2, version=1))
         made.apply(1)

@@ -78,7 +78,7 @@ def main(folder: Path) -> None:
     made.accumulate(0, groups(count=3, seed=1))
     made.apply(0)
     fingerprint = made.publish(1, store)
-    checkpoint.save(folder / f"saved-by-{world.size}", made, position={"saved by": world.size})
+    checkpoint.save(folder / f"saved-by-{world.size}", made, last_step={"saved by": world.size})
 
     bad = groups(count=3, seed=2, version=1)
     worst = bad[2].trajectories[3]

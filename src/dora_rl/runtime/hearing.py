@@ -152,7 +152,12 @@ class Hearing:
         ledger.note(checkpoint_saved(message.name, message.files, message.kept), self._parts.now())
 
     def _stepped(self, step: StepId, metrics: dict[str, float]) -> None:
-        """A step is computed and not published yet: one whose log-probs can't be right never will be."""
+        """A step is computed and not published yet: one whose log-probs can't be right never will be.
+
+        A trainer that comes back tells its last step again, and may train steps again: those are recorded already.
+        """
+        if self._parts.newest is not None and step < self._parts.newest:
+            return
         figures = metrics | self._mismatch.check(step, metrics)
         if figures.get("mismatch_alarm"):
             self._noting.alarmed(step, figures)

@@ -65,6 +65,8 @@ class TrainerProcess:
         """A checkpoint is to be written after the next publishing."""
         self._saved: Version | None = None
         """The version of the last checkpoint."""
+        self._stepped: m.Stepped | None = None
+        """Figures of the step that made this version; they are in its checkpoint too."""
         self._restore()
 
     def serve(self, messages: list[m.ToProcess]) -> None:
@@ -73,6 +75,8 @@ class TrainerProcess:
             self._checkpoint()  # so that a crash before the first step goes back to the same weights
         else:
             self._report_checkpoint(checkpoint.latest(self._folder.checkpoints), restored=True)
+            if self._stepped is not None:
+                self._mouth.send(self._stepped)  # a supervisor that ended meanwhile may have lost these figures
         self._tell(e.TrainerReady(version=self._trainer.version))
         while True:
             for message in self._ears.share(merged(messages)):
@@ -101,7 +105,8 @@ class TrainerProcess:
                 self._tell(e.Accumulated(step=message.step, attempt=message.attempt, groups=len(message.groups)))
             case m.Do(command=c.Apply() as command):
                 report = self._trainer.apply(command.step)
-                self._mouth.send(m.Stepped(step=command.step, metrics=report.metrics))
+                self._stepped = m.Stepped(step=command.step, metrics=report.metrics)
+                self._mouth.send(self._stepped)
                 self._tell(e.Trained(step=command.step, attempt=command.attempt))
                 self._due = self._trainer.version % self._config.checkpoint.every == 0
             case m.Do(command=c.Publish() as command):
@@ -149,7 +154,8 @@ class TrainerProcess:
     def _checkpoint(self) -> None:
         self._due = False
         folder, keep = self._folder.checkpoints, self._config.checkpoint.keep
-        path = checkpoint.save(folder, self._trainer, tokenizer=self._tokenizer, keep=keep)
+        last = None if self._stepped is None else msgspec.to_builtins(self._stepped)
+        path = checkpoint.save(folder, self._trainer, last_step=last, tokenizer=self._tokenizer, keep=keep)
         self._saved = self._trainer.version
         self._report_checkpoint(path)
         # What is told is the oldest that may be gone back to.
@@ -164,7 +170,10 @@ class TrainerProcess:
     def _restore(self) -> None:
         while (path := checkpoint.latest(self._folder.checkpoints)) is not None:
             try:
-                self._saved = checkpoint.restore(path, self._trainer).version
+                restored = checkpoint.restore(path, self._trainer)
+                self._saved = restored.version
+                if restored.last_step is not None:
+                    self._stepped = msgspec.convert(restored.last_step, m.Stepped)
                 return
             except CheckpointError as error:
                 self._trainer.world.barrier()  # all ranks have read it, and found the same

@@ -4,7 +4,7 @@
       policy/      what `AutoModelForCausalLM.from_pretrained` loads, with the tokenizer; LoRA is merged in
       adapter/     the adapter alone, as `peft` writes it (LoRA only)
       state/       trained weights, moments and random states, a safetensors file for each process
-      state.json   version, updates, the position of the ledger, shapes of the state, digests of all other files
+      state.json   version, updates, figures of the last step, shapes of the state, digests of all other files
 
 Invariants:
 - a folder under its final name is whole. It is written under another name, forced to disk, and renamed; what is
@@ -47,12 +47,12 @@ class Restored(Record, frozen=True, kw_only=True):
     """Where a run goes on."""
 
     version: Version
-    position: dict[str, Any]
-    """What was handed to `save`: the position of the ledger."""
+    last_step: dict[str, Any] | None
+    """What was handed to `save`: the figures of the step that made this version."""
 
 
 def save(
-    folder: Path, trainer: Trainer, *, position: Mapping[str, Any] | None = None, tokenizer: Any = None, keep: int = 2
+    folder: Path, trainer: Trainer, *, last_step: Mapping[str, Any] | None = None, tokenizer: Any = None, keep: int = 2
 ) -> Path:
     """Write a checkpoint of the trainer's version, and delete all but the newest `keep`. All processes call this."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,7 @@ def save(
         record = {
             "version": trainer.version,
             "updates": trainer.optimiser.updates,
-            "position": dict(position or {}),
+            "last_step": last_step,
             "shapes": {name: list(tensor.shape) for name, tensor in state.items()},
             "files": msgspec.to_builtins(tree_digests(staged)),
         }
@@ -128,7 +128,7 @@ def restore(path: Path, trainer: Trainer) -> Restored:
     trainer.optimiser.updates = record["updates"]
     trainer.optimiser.refresh()
     trainer.version = record["version"]
-    return Restored(version=record["version"], position=record["position"])
+    return Restored(version=record["version"], last_step=record["last_step"])
 
 
 def _state(trainer: Trainer) -> dict[str, Tensor]:
