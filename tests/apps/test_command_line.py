@@ -200,7 +200,13 @@ def test_a_wrong_value_is_named_with_its_key(tmp_path: Path) -> None:
 def test_a_model_that_the_engine_refuses_leaves_no_folder(tmp_path: Path) -> None:
     """The refusal comes from another process, when the run has a folder already."""
     base = making.make_base(tmp_path)
-    shape: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4, "eos_token_id": 1, "pad_token_id": 0}
+    shape: dict[str, Any] = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "state_size": 4,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
     MambaForCausalLM(MambaConfig(vocab_size=15, **shape)).save_pretrained(tmp_path / "model")
     (base / "refused.toml").write_text(tomli_w.dumps(making.settings(base)))
     command = [sys.executable, "-m", "dora_rl.apps.cli", "train", str(base / "refused.toml")]
