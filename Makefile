@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .PHONY: help setup format test test-portability test-ray test-vllm test-models lint types check soak chaos fuzz soak-run quickstart smollm2 warm-start clean \
-	bench bench-quick bench-control bench-engine bench-trainer bench-probe bench-run bench-sizes bench-load bench-learning bench-cluster chaos-ray paper-table
+	bench bench-quick bench-control bench-engine bench-trainer bench-probe bench-run bench-sizes bench-load bench-learning bench-cluster bench-freshness chaos-ray paper-table
 .DEFAULT_GOAL := help
 
 help:            ## list the targets
@@ -85,6 +85,9 @@ bench-quick: setup    ## the same with fewer steps and repeats (under 10 minutes
 
 bench-control: setup  ## cost of an orchestrator event at 64 and at 4,096 instances, the simulator's speed, and the headline
 	$(BIN)/python -m benchmarks.control
+
+bench-freshness: setup  ## simulated staleness and step time, groups being admitted eagerly or just in time (about 5 minutes)
+	$(BIN)/python -m benchmarks.freshness
 
 bench-engine: setup .venv-vllm/.installed  ## the engine against generate and vLLM, migration and slots (about 20 minutes)
 	$(BIN)/python -m benchmarks.engine

@@ -45,6 +45,8 @@ def run_schedule(seed: int, mode: ModeName | None = None) -> ChaosWorld:
     """Run one schedule to its end; raises `BrokenPromiseError` if a promise is broken on the way."""
     random_ = random.Random(seed)
     config = draw_config(random_, mode)
+    if seed % 2:
+        config = config.model_copy(update={"admission": "just_in_time"})
     world = ChaosWorld(config, draw_plan(random_, config), lambda below: int(random_.random() * below))
     world.run()
     return world

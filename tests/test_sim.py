@@ -146,8 +146,9 @@ def test_more_staleness_is_not_slower() -> None:
 
 def test_plan_leaves_out_only_what_cannot_win(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
-    trace.write_text("\n".join(f'{{"response_tokens": {20 + 7 * i % 200}}}' for i in range(200)))
-    config = preset("laptop", ["steps=3", "warmup_steps=2", f"workload.trace={trace}"])
+    row = '{{"response_tokens": {}, "prompt_tokens": 16}}'
+    trace.write_text("\n".join(row.format(20 + 7 * i % 200) for i in range(200)))
+    config = preset("laptop", ["steps=10", "warmup_steps=2", f"workload.trace={trace}"])
     ranking, skipped = plan(config, most=40)
     assert skipped > 0
     best = ranking[0]

@@ -112,8 +112,12 @@ RUN: Table = {
         "control.partition:Partition.__init__",
         "settings/test_simulation.py::test_every_setting_changes_what_is_predicted",
     ),
+    "control.admission": Row(
+        "control.context:Context.just_in_time",
+        "settings/test_simulation.py::test_every_setting_changes_what_is_predicted",
+    ),
     "control.stream": Row(
-        "control.training:Training.collect", "settings/test_supervisor.py::test_groups_are_streamed_only_if_told"
+        "control.training:Training._streaming", "settings/test_supervisor.py::test_groups_are_streamed_only_if_told"
     ),
     "control.rebalance_seconds": Row(
         "control.orchestrator:Orchestrator._expire",

@@ -76,6 +76,7 @@ CHANGES: list[tuple[str, Any, dict[str, Any]]] = [
     ),
     ("control.placement", lambda _: "proportional", LARGE),
     ("control.rebalance_seconds", lambda _: 0.5, {}),
+    ("control.admission", lambda _: "just_in_time", {"trainer": {"utilisation": 0.1}}),
 ]
 
 

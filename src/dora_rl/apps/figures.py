@@ -18,7 +18,7 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
         ("step", f"{duration(summary.step_seconds)} (median)"),
         ("occupancy", f"{summary.occupancy:.0%}"),
         ("slots idle", idle(summary.slots) or "never"),
-        ("staleness of groups", histogram(summary.staleness) or "none trained"),
+        ("staleness of groups", _staleness(summary.staleness) or "none trained"),
         ("live versions", f"{summary.most_live} at most"),
         ("requests moved", f"{summary.moved:,}; prefilled again: {summary.reprefilled:,} tokens"),
         ("log-prob gap", _gap(summary)),
@@ -43,6 +43,14 @@ def histogram(staleness: Mapping[int, int]) -> str:
     """`0: 25%  1: 75%`."""
     whole = sum(staleness.values())
     return "  ".join(f"{age}: {count / whole:.0%}" for age, count in sorted(staleness.items()))
+
+
+def _staleness(staleness: Mapping[int, int]) -> str:
+    """`mean 0.75 (0: 25%  1: 75%)`."""
+    if not staleness:
+        return ""
+    mean = sum(age * count for age, count in staleness.items()) / sum(staleness.values())
+    return f"mean {mean:.2f} ({histogram(staleness)})"
 
 
 def idle(slots: Mapping[str, float], most: int = 3) -> str:

@@ -96,6 +96,8 @@ def figures(name: str, config: SimConfig, results: dict[str, Result]) -> dict[st
                 "over_lower_bound": result.over_lower_bound,
                 "lower_bound_seconds": result.lower_bound.seconds,
                 "staleness": {str(lag): share for lag, share in result.staleness.items()},
+                "mean_staleness": result.mean_staleness,
+                "least_staleness": result.least_staleness,
                 "live_versions": result.live_versions,
                 "migrations": result.migrations,
                 "idle": result.idle,
@@ -143,16 +145,24 @@ def _table(name: str, config: SimConfig, results: dict[str, Result]) -> Table:
 
 def _versions(results: dict[str, Result]) -> Table:
     """A table of its own, so that both fit a terminal of 80 columns; long histograms wrap."""
-    table = Table(title="Versions", caption="staleness: share of the groups trained so many steps after their version")
+    table = Table(
+        title="Versions",
+        caption="staleness: mean, its floor (latency / step time), and the share of the groups trained so many steps\n"
+        "after their version",
+    )
     table.add_column("mode", no_wrap=True)
     table.add_column("live", justify="right", no_wrap=True)
     table.add_column("moved/step", justify="right", no_wrap=True)
+    table.add_column("mean", justify="right", no_wrap=True)
+    table.add_column("floor", justify="right", no_wrap=True)
     table.add_column("staleness")
     for mode, result in results.items():
         table.add_row(
             mode,
             f"{result.live_versions:.1f}",
             f"{result.migrations:,.0f}",
+            f"{result.mean_staleness:.2f}",
+            f"{result.least_staleness:.2f}",
             "  ".join(f"{lag}:{share:.0%}" for lag, share in result.staleness.items() if share >= 0.005),
         )
     return table

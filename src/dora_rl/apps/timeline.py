@@ -31,6 +31,7 @@ CAUSE_COLOURS = {
     Because.STARTING: "#dddddd",
     Because.NO_PROMPTS: "#ffaabb",
     Because.TRAINER: "#ee8866",
+    Because.AHEAD: "#5b7a8c",
     Because.STRAGGLERS: "#eedd88",
     Because.PUBLISH: "#bbcc33",
     Because.ROLLOUT: "#77aadd",

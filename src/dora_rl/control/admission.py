@@ -4,7 +4,8 @@ Invariants:
 - room on an instance is given to waiting requests before new groups;
 - new groups go to the emptiest slot of the rollout version; while further slots are still loading that version, no
   slot takes more than its even share;
-- once there are enough untrained groups (`pacing`), only instances with nothing to do get new ones.
+- once there are enough untrained groups (`pacing`), only instances with nothing to do get new ones;
+- a group that the trainer does not want yet is held back, and a timer is set for when it will be wanted.
 
 `_room` is a heap of (load, slot) over the slots of the rollout version. Its entries may be out of date: they are
 checked when popped, and a slot whose load falls is pushed again.
@@ -18,8 +19,9 @@ import math
 from dora_rl.control.context import Context
 from dora_rl.control.fleet import Instance, Slot
 from dora_rl.control.rollout import Rollout
+from dora_rl.control.timers import Wait
 from dora_rl.core.commands import FetchPrompts
-from dora_rl.core.nouns import Version
+from dora_rl.core.nouns import Nanoseconds, Version
 
 
 class Admission:
@@ -31,6 +33,8 @@ class Admission:
         self._room: list[tuple[float, int, Slot]] = []
         self._pushed = 0
         self._fetching = False
+        self._due: Nanoseconds | None = None
+        """When it is next looked at whether the trainer wants groups."""
 
     def admit(self) -> None:
         """Admit groups while the rules allow it and a slot of the rollout version has room."""
@@ -39,15 +43,20 @@ class Admission:
         self._fetch()
         if version is None or not context.prompts:
             return
-        allowance = context.allowance()
-        while allowance > 0 and context.prompts:
-            slot = self._roomiest(version, context.prompts[0].tokens, allowance)
+        wanted = context.wanted()
+        while wanted > 0 and context.prompts:
+            slot = self._roomiest(version, context.prompts[0].tokens, wanted)
             if slot is None:
                 break
             self._rollout.start(version, slot)
             self.offer_room(slot)
-            allowance -= 1
+            wanted -= 1
+        self._await_trainer()
         self._fetch()
+
+    def due(self) -> None:
+        """The trainer may want further groups now."""
+        self._due = None
 
     def offer_room(self, slot: Slot) -> None:
         """The slot may have room for new groups."""
@@ -63,6 +72,17 @@ class Admission:
 
     # -- inside -----------------------------------------------------------------------------------------------
 
+    def _await_trainer(self) -> None:
+        """Come back when the trainer wants the next group, if that is what holds it back."""
+        context = self._context
+        if context.wanted() or not context.allowance():
+            return
+        context.pacing.held(context.now)
+        due = context.pacing.opens_at(context.ledger.live)
+        if due is not None and (self._due is None or due < self._due):
+            self._due = due
+            context.timers.set(due, Wait.ADMIT)
+
     def _fetch(self) -> None:
         """Keep a step's worth of prompts at hand."""
         context = self._context
@@ -71,15 +91,15 @@ class Admission:
             self._fetching = True
             context.say(FetchPrompts(count=2 * want - len(context.prompts)))
 
-    def _roomiest(self, version: Version, prompt_tokens: int, allowance: int) -> Slot | None:
+    def _roomiest(self, version: Version, prompt_tokens: int, wanted: int) -> Slot | None:
         context = self._context
         size = context.config.group_size
         share = 1.0 - context.config.kv_headroom
         loading = context.fleet.loading.get(version, 0)
-        enough = context.mode.repartitions and context.ledger.live >= context.enough
+        enough = context.mode.repartitions and context.ledger.live >= context.pacing.enough()
         even = math.inf
         if loading:
-            requests = self._rollout.requests.get(version, 0) + allowance * size
+            requests = self._rollout.requests.get(version, 0) + wanted * size
             even = max(size, math.ceil(requests / len(context.fleet.of(version))))
         full: list[tuple[float, int, Slot]] = []
         chosen: Slot | None = None

@@ -10,6 +10,7 @@ from dora_rl.core.config import Config
 
 ModeName = Literal["sync", "one_step_off", "partial", "dora"]
 PlacementName = Literal["deadline", "proportional"]
+AdmissionName = Literal["just_in_time", "eager"]
 MOST_STALENESS = 64
 """No algorithm learns from older groups, and the step rule looks at each deadline."""
 
@@ -55,6 +56,9 @@ class ControlConfig(Config):
     """A group with fewer unfailed siblings is a `failed` verdict."""
     placement: PlacementName = "deadline"
     """Which rule partitions the slots over versions in mode `dora`."""
+    admission: AdmissionName = "eager"
+    """When idle instances get new groups in mode `dora`: as soon as the bound K allows (`eager`), or as late as the
+    trainer allows, so that groups are fresh (`just_in_time`)."""
     stream: bool = True
     """Send finished groups to the trainer while the rest of the step still generates."""
     rebalance_seconds: float = Field(60.0, gt=0)

@@ -8,6 +8,7 @@ from dora_rl.control.config import ControlConfig
 from dora_rl.control.fleet import Fleet
 from dora_rl.control.ledger import Ledger
 from dora_rl.control.modes import Mode
+from dora_rl.control.pacing import Pacing
 from dora_rl.control.timers import Timers, Wait
 from dora_rl.core.commands import Command
 from dora_rl.core.nouns import Fingerprint, Nanoseconds, Prompt, Version, nanoseconds
@@ -32,8 +33,7 @@ class Context:
         """Digests of the probes that versions were published with; empty where there is none."""
         self.prompts: deque[Prompt] = deque()
         self.prompts_ended = False
-        self.enough = 2 * config.groups_per_step
-        """Untrained groups that keep the trainer busy, set by `pacing`; beyond it, only idle instances get new ones."""
+        self.pacing = Pacing(config.groups_per_step)
         self.collect_seconds = 0.0
         """How long the trainer usually waits for a step's groups, smoothed."""
         self.moved_at: Nanoseconds = 0
@@ -60,9 +60,27 @@ class Context:
             allowed = min(allowed, self.config.steps * self.config.groups_per_step - started)
         return max(0, allowed)
 
+    @property
+    def just_in_time(self) -> bool:
+        """Groups are admitted as late as the trainer allows.
+
+        Not where instances share the trainer's devices, since there it waits by design, and not with K = 0, where every
+        group belongs to the step that has begun.
+        """
+        mode = self.mode
+        late = self.config.admission == "just_in_time" and mode.repartitions and mode.staleness > 0
+        return late and self.pacing.measured and not self.fleet.sharing
+
+    def wanted(self) -> int:
+        """How many groups the trainer wants to be begun now, of those that the rules would admit."""
+        allowed = self.allowance()
+        if not allowed or not self.just_in_time:
+            return allowed
+        return max(0, min(allowed, self.pacing.wanted(self.now) - self.ledger.live))
+
     def admissible(self) -> int:
         """How many groups would be admitted now if there were room."""
-        return min(self.allowance(), len(self.prompts))
+        return min(self.wanted(), len(self.prompts))
 
     @property
     def drained(self) -> bool:

@@ -71,7 +71,9 @@ class Explainer:
         if context.drained and not context.ledger.live:
             return Cause(because=Because.FINISHED)
         if context.allowance():
-            return None if context.prompts else Cause(because=Because.NO_PROMPTS)
+            if not context.prompts:
+                return Cause(because=Because.NO_PROMPTS)
+            return None if context.wanted() else Cause(because=Because.AHEAD)
         if self._training.stage in (TrainerStage.TRAINING, TrainerStage.ABSENT):
             return Cause(because=Because.TRAINER, version=context.newest)
         if self._training.stage is TrainerStage.PUBLISHING:

@@ -340,7 +340,6 @@ class Orchestrator:
 
     def _on_bound_changed(self, event: e.BoundChanged) -> bool:
         self._context.mode.rebound(event.max_staleness)
-        self._training.pace()
         return True
 
     # -- deadlines --------------------------------------------------------------------------------------------
@@ -371,6 +370,8 @@ class Orchestrator:
                 self._context.wait(Wait.REBALANCE, self.config.rebalance_seconds)
             case Wait.STALL:
                 self._watch()
+            case Wait.ADMIT:
+                self._admission.due()
 
     def _progress_due(self, instance: Instance) -> None:
         if instance.lost:

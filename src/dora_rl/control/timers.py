@@ -20,6 +20,7 @@ class Wait(Enum):
     TRAIN = auto()
     REBALANCE = auto()
     STALL = auto()
+    ADMIT = auto()
 
 
 class Timer(NamedTuple):

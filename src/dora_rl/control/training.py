@@ -17,7 +17,6 @@ from enum import Enum, auto
 from dora_rl.control.batching import StepRule
 from dora_rl.control.context import Context
 from dora_rl.control.ledger import GroupState
-from dora_rl.control.pacing import Pacing
 from dora_rl.control.timers import Wait
 from dora_rl.core.commands import Accumulate, Apply, Publish, RestartTrainer
 from dora_rl.core.errors import IntegrityError
@@ -50,11 +49,16 @@ class Training:
         self._rule = StepRule(0, 1)
         self._history: dict[StepId, tuple[GroupId, ...]] = {}
         self._replaying: StepId | None = None
-        self._pacing = Pacing(context.config.groups_per_step)
         self._accumulating = 0
         """Groups that were sent and not reported back."""
         self._busy: Nanoseconds = 0
         self._busy_since: Nanoseconds | None = None
+        self._worked_through: Nanoseconds = 0
+        """When the trainer was last through with groups."""
+        self._taking_seconds = 0.0
+        """Smoothed time of a step up to where its groups are worked through; none where groups come at once."""
+        self._life: Attempt = 0
+        """The attempt in which the step began."""
         self._entered = 0
         """How often the stage has changed: names one wait."""
 
@@ -107,6 +111,7 @@ class Training:
         if event.attempt != self.attempt or event.step != self._context.newest or not self._accumulating:
             return False
         self._accumulating = max(0, self._accumulating - event.groups)
+        self._worked_through = self._context.now
         self._work(busy=bool(self._accumulating) or self.stage is not TrainerStage.COLLECTING)
         return True
 
@@ -133,11 +138,7 @@ class Training:
         if context.newest is not None:
             if event.version != context.newest + 1:
                 return False
-            self._work(busy=False)
-            seconds = self._busy / SECOND
-            # Half the weight on the last step: step times drift as lengths grow, and vary little otherwise.
-            self.busy_seconds = seconds if self.busy_seconds is None else (self.busy_seconds + seconds) / 2
-            self._busy = 0
+            self._measure()
             self._history[context.newest] = tuple(group.id for group in self._batch)
             for group in self._batch:
                 context.ledger.settle(group)
@@ -148,25 +149,21 @@ class Training:
         self._batch = []
         self._sent = 0
         self._rule = StepRule(event.version, context.config.groups_per_step)
-        self._pacing.begin_step(self.busy_seconds)
-        self.pace()
+        self._life = self.attempt
+        context.pacing.begin_step(context.now)
         self._enter(TrainerStage.COLLECTING)
         return True
 
-    def pace(self) -> None:
-        """A step begins, or the bound has changed: say how many untrained groups are enough."""
-        self._context.enough = self._pacing.enough(self._context.mode.staleness)
-
     def finished(self, group: GroupState) -> None:
         """A group has ended and can be trained."""
-        self._pacing.finished(self._context.now - group.admitted_at)
+        self._context.pacing.finished(self._context.now - group.admitted_at)
 
     def collect(self) -> bool:
         """Take what the rule allows; True if that completed the step and training begins."""
         if self.stage is not TrainerStage.COLLECTING:
             return False
         self._take()
-        streaming = self._context.config.stream and self._context.mode.streams and not self._context.fleet.sharing
+        streaming = self._streaming
         complete = self._complete()
         if (streaming or complete) and self._sent < len(self._batch):
             step = self._step()
@@ -223,6 +220,28 @@ class Training:
             return True
         last = self._context.drained and not self._context.ledger.unfinished
         return last and 0 < len(self._batch) == self._context.ledger.live
+
+    @property
+    def _streaming(self) -> bool:
+        """Groups go to the trainer as they finish."""
+        return self._context.config.stream and self._context.mode.streams and not self._context.fleet.sharing
+
+    def _measure(self) -> None:
+        """A step has ended: note how long the trainer worked for it and waited."""
+        self._work(busy=False)
+        now, pacing = self._context.now, self._context.pacing
+        seconds, self._busy = self._busy / SECOND, 0
+        taking = max(0.0, seconds - (now - self._worked_through) / SECOND) if self._streaming else 0.0
+        # Half the weight on the last step: step times drift as lengths grow, and vary little otherwise.
+        if self.busy_seconds is None:
+            self.busy_seconds, self._taking_seconds = seconds, taking
+        else:
+            self.busy_seconds = (self.busy_seconds + seconds) / 2
+            self._taking_seconds = (self._taking_seconds + taking) / 2
+        if self._life == self.attempt and pacing.measured:
+            waited = (now - self.published_at) / SECOND - seconds
+            pacing.waited(waited / self.busy_seconds, most=self._context.mode.staleness + 1)
+        pacing.timed(self.busy_seconds, self._taking_seconds)
 
     def _work(self, *, busy: bool) -> None:
         """Measure how long the trainer works."""

@@ -30,6 +30,8 @@ class Because(StrEnum):
     """The data source has given all it has, or is slow."""
     TRAINER = "trainer"
     """The staleness bound is reached and the trainer is computing: a slot waits for its next version."""
+    AHEAD = "ahead of the trainer"
+    """The staleness bound would allow another group, but begun now it would only wait for the trainer."""
     STRAGGLERS = "stragglers"
     """The staleness bound or a barrier is reached and the trainer itself waits for unfinished groups."""
     PUBLISH = "publish"

@@ -61,7 +61,7 @@ class Planned:
 
     @property
     def mean_staleness(self) -> float:
-        return sum(lag * share for lag, share in self.result.staleness.items())
+        return self.result.mean_staleness
 
     @property
     def binds(self) -> str:

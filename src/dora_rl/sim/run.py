@@ -77,6 +77,8 @@ class Result:
     """Share of slot time, by label."""
     staleness: dict[int, float]
     """Share of groups, by staleness."""
+    latency: float
+    """Seconds from the admission of a group to its last reward, mean."""
     live_versions: float
     """Versions with running requests when a version is published, mean."""
     migrations: float
@@ -86,6 +88,15 @@ class Result:
     over_lower_bound: float
     events: int
     timeline: Timeline | None
+
+    @property
+    def mean_staleness(self) -> float:
+        return sum(lag * share for lag, share in self.staleness.items())
+
+    @property
+    def least_staleness(self) -> float:
+        """The mean staleness of groups that never wait for the trainer: by Little's law, latency over step time."""
+        return self.latency / self.step_seconds
 
     @property
     def rollout_only(self) -> float:
@@ -202,6 +213,7 @@ class Meter(SimWorld):
             trainer=_shares(trainer),
             labels=_shares(slots, by_label=True),
             staleness={lag: count / groups for lag, count in sorted(staleness.items())},
+            latency=sum(record.latency for record in records) / groups / SECOND,
             live_versions=sum(live) / len(live),
             migrations=(sum(count for *_, count in self.moves) - self._moves_before) / len(records),
             swaps=sum(instance.swaps for instance in self.instances.values()),

@@ -190,7 +190,7 @@ class Witness:
     # -- the state between events -----------------------------------------------------------------------------
 
     def check_conserving(self, snapshot: Snapshot) -> None:
-        """No slot idles while there is work that it may take, and every idle slot knows why."""
+        """No slot idles while there is work that is wanted, and every idle slot knows why."""
         for slot in snapshot.slots:
             held = {slot.version, slot.loading} & self.retired
             demand(not held, f"{slot.slot} holds version {held}, which is retired")
@@ -212,7 +212,7 @@ class Witness:
             offers or waits, f"{slot.slot} is empty and its instance is not given version {snapshot.rollout_version}"
         )
         if slot.version == snapshot.rollout_version and has_room:
-            demand(not snapshot.admissible, f"{slot.slot} idles while groups could be admitted")
+            demand(not snapshot.admissible, f"{slot.slot} idles while groups are wanted")
             assert slot.idle is not None
             named = slot.idle.because is not Because.STARTING
             demand(named, f"{slot.slot} serves version {slot.version} and idles as if it had none")

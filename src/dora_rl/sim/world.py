@@ -44,13 +44,15 @@ def fingerprint(version: Version) -> str:
 class StepRecord:
     """What one step trained."""
 
-    __slots__ = ("finished_at", "groups", "longest", "staleness", "tokens")
+    __slots__ = ("finished_at", "groups", "latency", "longest", "staleness", "tokens")
 
-    def __init__(self, groups: int, tokens: int, longest: int, staleness: Counter[int]) -> None:
+    def __init__(self, groups: int, tokens: int, longest: int, staleness: Counter[int], latency: Nanoseconds) -> None:
         self.groups = groups
         self.tokens = tokens
         self.longest = longest
         self.staleness = staleness
+        self.latency = latency
+        """From admission to the last reward, summed over its groups."""
         self.finished_at: Nanoseconds = 0
 
 
@@ -81,6 +83,8 @@ class SimWorld:
         """Of each group, by its id."""
         self._lengths: dict[int, tuple[int, int]] = {}
         """Sum and maximum of the response tokens of each untrained group."""
+        self._spans: dict[int, tuple[Nanoseconds, Nanoseconds]] = {}
+        """When each untrained group was admitted, and when its latest reward is there."""
         self._running: Counter[Version] = Counter()
         self._prompts = 0
         self._last_step = config.warmup_steps + config.steps
@@ -271,6 +275,7 @@ class SimWorld:
         assert group == len(self._versions)
         self._versions.append(command.version)
         self._lengths[group] = (0, 0)
+        self._spans[group] = (self.now, self.now)
         self._running[command.version] += size
         # The siblings share their prompt's KV, which is computed once.
         instance.stall(self.now, Label.PREFILL, self.costs.prefill(command.prompt.tokens))
@@ -372,6 +377,8 @@ class SimWorld:
     def _score(self, command: c.Score) -> None:
         event = e.Scored(trajectory=command.trajectory, reward=0.0)
         seconds = self.config.workload.reward_seconds
+        group = command.trajectory // self.config.control.group_size
+        self._spans[group] = (self._spans[group][0], self.now + nanoseconds(seconds))
         if seconds:
             self._after(seconds, partial(self._events.append, event))
         else:
@@ -398,11 +405,13 @@ class SimWorld:
     def _apply(self, command: c.Apply) -> None:
         staleness = Counter(command.step - self._versions[group] for group in command.groups)
         lengths = [self._lengths.pop(group) for group in command.groups]
+        spans = [self._spans.pop(group) for group in command.groups]
         self.steps[command.step] = StepRecord(
             groups=len(command.groups),
             tokens=sum(total for total, _ in lengths),
             longest=max(longest for _, longest in lengths),
             staleness=staleness,
+            latency=sum(end - start for start, end in spans),
         )
         self._trainer_free = max(self._trainer_free, self.now) + nanoseconds(self.config.trainer.fixed_seconds)
         self.trainer.switch(self.now, Activity(Label.TRAIN, command.step))
