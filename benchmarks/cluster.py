@@ -23,8 +23,8 @@ from rich.table import Table
 
 from benchmarks.report import RESULTS, at_least, publish
 from benchmarks.running import Figures, run
-from dora_rl.runtime.cluster.door import LOOPBACK, Door, enter
-from dora_rl.runtime.cluster.start import need_ray
+from dora_rl.runtime.launch.ray.init import need_ray
+from dora_rl.runtime.launch.ray.rendezvous import LOOPBACK, Rendezvous, enter
 from dora_rl.sim.presets import preset
 from dora_rl.sim.run import parse_variant, simulate
 
@@ -137,7 +137,7 @@ def measure() -> dict[str, float]:
 def _round_trip(peer: Any) -> float:
     """Of a small message over the connection that processes of a run speak over."""
     links: list[socket.socket] = []
-    door = Door(lambda _name, _hello, link: links.append(link))
+    door = Rendezvous(lambda _name, _hello, link: links.append(link))
     peer_token = door.expect("peer")
     ended = peer.echo.remote(door.listen(LOOPBACK), peer_token)
     while not links:

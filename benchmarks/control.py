@@ -12,10 +12,10 @@ import time
 from rich.console import Console
 
 from benchmarks.report import at_least, at_most, publish
-from dora_rl.control.orchestrator import Orchestrator
+from dora_rl.orchestrator.orchestrator import Orchestrator
 from dora_rl.sim.presets import preset
 from dora_rl.sim.run import control_for, parse_variant, simulate
-from dora_rl.sim.world import SimWorld
+from dora_rl.sim.runtime import SimRuntime
 
 FLEETS = (64, 4096)
 EVENTS = 60_000
@@ -37,7 +37,7 @@ def event_microseconds(instances: int, *, requests: int = 16, staleness: int = 3
         ],
     )
     control = control_for(config, parse_variant("dora"))
-    world = SimWorld(config.model_copy(update={"control": control}), "disaggregated")
+    world = SimRuntime(config.model_copy(update={"control": control}), "disaggregated")
     orchestrator = Orchestrator(control)
     warm = 2 * len(world.instances) + 2000
     spent = 0.0

@@ -34,7 +34,7 @@ from dora_rl.engine.engine import Engine
 from dora_rl.ledger.ledger import Ledger
 from dora_rl.models.loading import load
 from dora_rl.runtime.config import RunConfig
-from dora_rl.runtime.source import StoreWeights
+from dora_rl.runtime.transport.weight_source import StoreWeights
 from dora_rl.trainer.trainer import Trainer
 from dora_rl.weights.store import WeightStore
 

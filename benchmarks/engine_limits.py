@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dora_rl.engine.native.build import library
+from dora_rl.engine.cpu_kernels.build import library
 
 if TYPE_CHECKING:
     from dora_rl.engine.engine import Engine

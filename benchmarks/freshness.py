@@ -1,7 +1,7 @@
 """How fresh trained groups are: simulated mean staleness and step time, groups being admitted eagerly or just in time.
 
 The floor of the mean staleness is latency over step time: a group that never waits for the trainer is as stale as the
-steps that pass while it is generated. The same orchestrator runs both rules (`control.admission`).
+steps that pass while it is generated. The same orchestrator runs both rules (`orchestrator.admission`).
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from dora_rl.apps.config_options import split
 from dora_rl.apps.evaluate import Asked, respond, summary
-from dora_rl.apps.settings import split
 from dora_rl.apps.train import read_config
 from dora_rl.runtime.config import RunConfig
 

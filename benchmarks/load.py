@@ -34,7 +34,7 @@ from rich.table import Table
 from benchmarks.machine import ROOT, describe
 from benchmarks.report import Target, at_most, publish
 from benchmarks.running import command_of
-from dora_rl.core.cores import usable_cores
+from dora_rl.core.cpu_cores import usable_cores
 
 JOB = ROOT / "examples" / "quickstart" / "quickstart.toml"
 SETTINGS: dict[str, object] = {

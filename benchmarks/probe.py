@@ -24,12 +24,12 @@ from rich.table import Table
 from benchmarks.report import at_most, publish
 from dora_rl.core.errors import ProbeError
 from dora_rl.core.events import SlotLoaded
-from dora_rl.core.nouns import SlotId
+from dora_rl.core.types import SlotId
 from dora_rl.engine.config import EngineConfig
 from dora_rl.engine.engine import Engine
 from dora_rl.engine.runner import Runner
 from dora_rl.models.loading import ModelConfig, load
-from dora_rl.runtime.source import StoreWeights
+from dora_rl.runtime.transport.weight_source import StoreWeights
 from dora_rl.trainer.config import TrainerConfig
 from dora_rl.trainer.trainer import Trainer
 from dora_rl.weights.store import WeightStore

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dora_rl.core.accounting import named, occupancy
+from dora_rl.core.time_accounting import named, occupancy
 
 SECOND = 1e9
 
@@ -27,7 +27,7 @@ class Figures:
     """Response tokens trained."""
     steps: int
     occupancy: float
-    """Share that was work of the time in which slots could have worked (`core.accounting`)."""
+    """Share that was work of the time in which slots could have worked (`core.time_accounting`)."""
     trainer_busy: float
     """Seconds a step that the trainer worked."""
     longest: float

@@ -5,9 +5,11 @@ so this world slows them down by what the operating system gives them, and nothi
 the instances' batching and the trainer are those of `dora_rl.sim`.
 
 - The supervisor takes what the tokens that are being said cost it.
-- What is left is shared by weight, as Linux does it: instances are nicer than the trainer (`runtime.threads`), and a
-  level of niceness is worth a factor of 1.25. Nobody gets more cores than it has threads.
-- Threads are given out as the runtime does (`runtime.threads.share`); what more threads are worth is measured.
+- What is left is shared by weight, as Linux does it: instances are nicer than the trainer
+  (`runtime.launch.cpu_allocation`), and a level of niceness is worth a factor of 1.25. Nobody gets more
+  cores than it has threads.
+- Threads are given out as the runtime does (`runtime.launch.cpu_allocation.share`); what more threads are worth is
+  measured.
 - A call of the trainer keeps the speed with which it began.
 
 Every number in `Measured` is a time that `benchmarks.reality` takes on this machine with the parts alone.
@@ -19,12 +21,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from dora_rl.control.orchestrator import Orchestrator
 from dora_rl.core import events as e
-from dora_rl.core.labels import Label
-from dora_rl.core.nouns import DecodeCost, InstanceSpec, Nanoseconds
-from dora_rl.core.ports import drive
-from dora_rl.runtime.threads import niceness, share
+from dora_rl.core.activities import ActivityLabel
+from dora_rl.core.interfaces import drive
+from dora_rl.core.types import DecodeCost, InstanceSpec, Nanoseconds
+from dora_rl.orchestrator.orchestrator import Orchestrator
+from dora_rl.runtime.launch.cpu_allocation import niceness, share
 from dora_rl.sim.config import SimConfig
 from dora_rl.sim.costs import Costs
 from dora_rl.sim.instance import SimInstance
@@ -147,7 +149,7 @@ class SharedCores(Meter):
         return self._speeds(training=True)[0]
 
     def _schedule_dirty(self) -> None:
-        training = self.trainer.current.label in (Label.TRAIN, Label.PUBLISH)
+        training = self.trainer.current.label in (ActivityLabel.TRAIN, ActivityLabel.PUBLISH)
         _, speed = self._speeds(training=training)
         for instance in self._shared():
             if instance.speed != speed:

@@ -42,7 +42,7 @@ from tests.runtime.making import make_base, make_model, make_run, merged, settin
 
 from benchmarks.report import at_most, publish
 from dora_rl.apps.audit import audited
-from dora_rl.engine.segments import PREFIX as SEGMENT
+from dora_rl.engine.kv_transfer.shared_memory import PREFIX as SEGMENT
 
 _EVERY = 5.0
 _WINDOW = 6

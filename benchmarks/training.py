@@ -34,10 +34,10 @@ from benchmarks.progress import tick
 from benchmarks.report import Ratio, aims, publish, shown
 from benchmarks.running import command_of, lengths, read
 from benchmarks.smollm2 import ensure
-from dora_rl.apps import recorded
+from dora_rl.apps import run_reader as recorded
 from dora_rl.apps.train import read_config
 from dora_rl.runtime.config import RunConfig
-from dora_rl.runtime.folder import RunFolder
+from dora_rl.runtime.run_dir import RunDir
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = ROOT / "examples" / "quickstart" / "quickstart.toml"
@@ -169,7 +169,7 @@ def _ours(job: Job, steps: int, seed: int, out: Path) -> dict[str, Any]:
     del said
     folder = out / "run"
     found = read(folder)
-    policies = recorded.policies(RunFolder.open(folder))
+    policies = recorded.policies(RunDir.open(folder))
     some = sorted(length for group in lengths(folder) for length in group)
     return {
         "tokens": found.tokens,

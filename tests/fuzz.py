@@ -28,19 +28,19 @@ from dora_rl.core import commands as c
 from dora_rl.core import events as e
 from dora_rl.core.config import build, override, read_toml
 from dora_rl.core.errors import BundleError, ConfigError, DoraError, IntegrityError, StoreError, TraceError, UserError
-from dora_rl.core.nouns import InstanceSpec, Prompt, SlotId
-from dora_rl.engine.bundle import Bundle, MovedRequest
+from dora_rl.core.types import InstanceSpec, Prompt, SlotId
 from dora_rl.engine.kv import KvShape
+from dora_rl.engine.kv_transfer.format import KvBundle, MovedRequest
 from dora_rl.engine.requests import Request
 from dora_rl.envs.data import Problem
 from dora_rl.ledger.audit import audit
+from dora_rl.ledger.auditor import Terms
 from dora_rl.ledger.ledger import Ledger, LedgerError
-from dora_rl.ledger.witness import Terms
-from dora_rl.ledger.writing import SaidRow
-from dora_rl.runtime import messages as m
-from dora_rl.runtime.channel import Channel, ChannelError
+from dora_rl.ledger.writer import SaidRow
 from dora_rl.runtime.config import RunConfig
-from dora_rl.runtime.folder import RunFolder
+from dora_rl.runtime.run_dir import RunDir
+from dora_rl.runtime.transport import messages as m
+from dora_rl.runtime.transport.channel import Channel, ChannelError
 from dora_rl.sim.workload import read_trace
 from dora_rl.weights.store import WeightStore
 
@@ -75,7 +75,7 @@ def mangled(draw: st.DrawFn, sound: bytes) -> bytes:
 
 def frames(data: bytes) -> None:
     """What comes over a channel, to the supervisor and to a process."""
-    for kind in (m.FromProcess, m.ToProcess):
+    for kind in (m.FromWorker, m.ToWorker):
         ours, theirs = socket.socketpair()
         channel: Channel[m.Message] = Channel(ours, kind)  # type: ignore[arg-type]
         theirs.sendall(data)
@@ -92,20 +92,20 @@ def frames(data: bytes) -> None:
 def sound_frames() -> bytes:
     slot = SlotId("i0.1", 0)
     said: list[m.Message] = [
-        m.Joined(spec=InstanceSpec(instance="i0.1", slots=1, max_requests=4, kv_tokens=100), kernels="torch"),
+        m.RolloutReady(spec=InstanceSpec(instance="i0.1", slots=1, max_requests=4, kv_tokens=100), kernels="torch"),
         m.Report(
             said=(m.Said(trajectory=1, attempt=0, version=0, start=0, tokens=b"\1\0\0\0", logprobs=b"\0\0\0\0"),),
-            ended=(m.Ended(trajectory=1, attempt=0, reason="stop"),),
+            ended=(m.ResponseEnded(trajectory=1, attempt=0, reason="stop"),),
             events=(e.SlotLoaded(slot=slot, version=0, fingerprint="f" * 64), e.Progress(instance="i0.1", kv_tokens=3)),
         ),
-        m.Imported(move=1, arrived=(1, 2)),
-        m.Judged(item=1, reward=0.5, parts={"a": 0.5}, failed=None),
-        m.Do(command=c.LoadVersion(slot=slot, version=3)),
-        m.Submit(slot=0, requests=(Request(trajectory=1, version=0, prompt=(1, 2, 3)),)),
-        m.Judge(item=1, problem=Problem(key="k", prompt="1+1=", answer="2"), completion="2", tokens=(3,)),
+        m.KvImported(move=1, arrived=(1, 2)),
+        m.ScoreResult(item=1, reward=0.5, parts={"a": 0.5}, failed=None),
+        m.RunCommand(command=c.LoadVersion(slot=slot, version=3)),
+        m.SubmitRequests(slot=0, requests=(Request(trajectory=1, version=0, prompt=(1, 2, 3)),)),
+        m.ScoreRequest(item=1, problem=Problem(key="k", prompt="1+1=", answer="2"), completion="2", tokens=(3,)),
     ]
     ours, theirs = socket.socketpair()
-    channel: Channel[m.Message] = Channel(ours, m.FromProcess)  # type: ignore[arg-type]
+    channel: Channel[m.Message] = Channel(ours, m.FromWorker)  # type: ignore[arg-type]
     for message in said:
         channel.send(message)
     data = theirs.recv(1 << 20)
@@ -116,7 +116,7 @@ def sound_frames() -> bytes:
 
 def bundle(data: bytes) -> None:
     try:
-        made = Bundle.from_bytes(data)
+        made = KvBundle.from_bytes(data)
         for frame in made.frames():
             assert frame.error is not None or frame.moved is not None
         made.trajectories()
@@ -136,7 +136,7 @@ def sound_bundle() -> bytes:
         )
         for number in range(2)
     ]
-    made, _ = Bundle.lay_out(moved, [64, 64], None)
+    made, _ = KvBundle.lay_out(moved, [64, 64], None)
     return made.to_bytes()
 
 
@@ -175,7 +175,7 @@ def run_folder(folder: Path, data: bytes) -> None:
     path.mkdir(exist_ok=True)
     (path / "config.json").write_bytes(data)
     with contextlib.suppress(UserError):
-        RunFolder.open(path).read()
+        RunDir.open(path).read()
 
 
 def trace(folder: Path, data: bytes) -> None:
@@ -201,7 +201,7 @@ def weights(folder: Path, data: bytes) -> None:
 def sound_weights(folder: Path) -> bytes:
     import torch
 
-    from dora_rl.core.ports import TensorSpec
+    from dora_rl.core.interfaces import TensorSpec
 
     store = WeightStore(folder / "made", keep=9)
     store.publish(0, [TensorSpec("w", "F32", (2, 3))], [torch.ones(2, 3)])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from dora_rl.control.config import ControlConfig, Deadlines, ModeName
-from dora_rl.sim.chaos import ChaosPlan, ChaosWorld
+from dora_rl.orchestrator.config import ControlConfig, Deadlines, ModeName
+from dora_rl.sim.chaos import ChaosPlan, ChaosRuntime
 
 # Short against the schedule's time, so that deadlines pass while things are merely slow.
 DEADLINES = Deadlines(load=20, move=20, score=20, tool=40, heartbeat=15, progress=15, train=30, stall=10)
@@ -41,12 +41,12 @@ def draw_plan(random_: random.Random, config: ControlConfig) -> ChaosPlan:
     )
 
 
-def run_schedule(seed: int, mode: ModeName | None = None) -> ChaosWorld:
+def run_schedule(seed: int, mode: ModeName | None = None) -> ChaosRuntime:
     """Run one schedule to its end; raises `BrokenPromiseError` if a promise is broken on the way."""
     random_ = random.Random(seed)
     config = draw_config(random_, mode)
     if seed % 2:
         config = config.model_copy(update={"admission": "just_in_time"})
-    world = ChaosWorld(config, draw_plan(random_, config), lambda below: int(random_.random() * below))
+    world = ChaosRuntime(config, draw_plan(random_, config), lambda below: int(random_.random() * below))
     world.run()
     return world

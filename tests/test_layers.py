@@ -1,4 +1,4 @@
-"""Imports go downwards only, and the control plane, the simulator and tasks need no torch."""
+"""Imports go downwards only, and the orchestrator, the simulator and tasks need no torch."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ PACKAGE = Path(dora_rl.__file__).parent
 PARTS = {"engine", "trainer", "weights", "envs", "ledger"}
 ALLOWED: dict[str, set[str]] = {
     "core": set(),
-    "control": {"core"},
-    "sim": {"core", "control"},
+    "orchestrator": {"core"},
+    "sim": {"core", "orchestrator"},
     "models": {"core"},
     **{part: {"core", "models"} for part in PARTS},
-    "runtime": {"core", "control", "models", *PARTS},
-    "apps": {"core", "control", "sim", "models", "runtime", *PARTS},
+    "runtime": {"core", "orchestrator", "models", *PARTS},
+    "apps": {"core", "orchestrator", "sim", "models", "runtime", *PARTS},
 }
-TORCH_FREE = ("core", "control", "sim", "envs")
+TORCH_FREE = ("core", "orchestrator", "sim", "envs")
 
 
 def imports(path: Path) -> set[str]:

@@ -7,17 +7,17 @@ import random
 import pytest
 from msgspec.structs import replace
 
-from dora_rl.control.config import ControlConfig, Deadlines, ModeName
-from dora_rl.control.orchestrator import Orchestrator
-from dora_rl.control.placement import Facts, VersionFacts, deadline, proportional
-from dora_rl.control.predict import LengthPredictor
 from dora_rl.core import commands as c
 from dora_rl.core import events as e
+from dora_rl.core.activities import IdleReason
 from dora_rl.core.errors import ConfigError, IntegrityError, UserError
-from dora_rl.core.labels import Because
-from dora_rl.core.nouns import SECOND, DecodeCost, InstanceSpec, Prompt, SlotId
 from dora_rl.core.probe import ProbeResult
-from dora_rl.sim.fakes import fingerprint
+from dora_rl.core.types import SECOND, DecodeCost, InstanceSpec, Prompt, SlotId
+from dora_rl.orchestrator.config import ControlConfig, Deadlines, ModeName
+from dora_rl.orchestrator.length_predictor import LengthPredictor
+from dora_rl.orchestrator.orchestrator import Orchestrator
+from dora_rl.orchestrator.placement import PlacementFacts, VersionFacts, deadline, proportional
+from dora_rl.sim.fake_engine import fingerprint
 from tests.schedules import run_schedule
 
 CONFIG = ControlConfig(groups_per_step=2, group_size=2, max_response_tokens=64, max_staleness=1)
@@ -293,16 +293,16 @@ def test_each_turn_of_an_environment_has_a_deadline_of_its_own() -> None:
 def test_a_free_slot_waits_for_the_same_tools_as_its_instance() -> None:
     orchestrator = started(slots=2)
 
-    def causes() -> list[Because | None]:
+    def causes() -> list[IdleReason | None]:
         return [None if slot.idle is None else slot.idle.because for slot in orchestrator.snapshot().slots]
 
     for trajectory in range(8):  # all that the bound allows: parked requests leave their room to others
         orchestrator.step(e.Parked(trajectory=trajectory, attempt=0, kv_tokens=0), 0)
-    assert causes() == [Because.TOOL, Because.TOOL]
+    assert causes() == [IdleReason.TOOL, IdleReason.TOOL]
     for trajectory in range(8):
         orchestrator.step(e.Unparked(trajectory=trajectory, attempt=0, kv_tokens=0), 0)
         orchestrator.step(generated(trajectory), 0)
-    assert Because.TOOL not in causes()
+    assert IdleReason.TOOL not in causes()
 
 
 def test_what_is_not_known_of_an_instances_load_does_not_change_it() -> None:
@@ -321,8 +321,8 @@ def test_the_same_events_give_the_same_commands() -> None:
         assert fresh.step(event, now) == commands
 
 
-def facts(*old: VersionFacts, admissible: int = 100, slots: int = 10) -> Facts:
-    return Facts(
+def facts(*old: VersionFacts, admissible: int = 100, slots: int = 10) -> PlacementFacts:
+    return PlacementFacts(
         newest=9,
         old=old,
         newest_requests=50 + admissible,

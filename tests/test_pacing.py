@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_rl.control.config import ControlConfig
-from dora_rl.control.orchestrator import Orchestrator
-from dora_rl.control.pacing import Pacing
 from dora_rl.core import commands as c
 from dora_rl.core import events as e
-from dora_rl.core.labels import Because
-from dora_rl.core.nouns import SECOND, InstanceSpec, Nanoseconds, Prompt, SlotId
-from dora_rl.sim.fakes import fingerprint
+from dora_rl.core.activities import IdleReason
+from dora_rl.core.types import SECOND, InstanceSpec, Nanoseconds, Prompt, SlotId
+from dora_rl.orchestrator.config import ControlConfig
+from dora_rl.orchestrator.orchestrator import Orchestrator
+from dora_rl.orchestrator.pacing import Pacing
+from dora_rl.sim.fake_engine import fingerprint
 from dora_rl.sim.presets import preset
 from dora_rl.sim.run import Result, parse_variant, simulate
 
@@ -157,7 +157,7 @@ def test_a_held_back_group_begins_at_its_time_without_any_other_event() -> None:
     hand.finish(11 * SECOND, 1, 4, 5)
     (slot,) = hand.orchestrator.snapshot().slots
     assert slot.idle is not None
-    assert slot.idle.because is Because.AHEAD
+    assert slot.idle.because is IdleReason.AHEAD
     assert hand.orchestrator.snapshot().admissible == 0
     # Group 4 of the untrained is needed after two steps; it takes 1 s, and the margin is 2 / sqrt(2) steps.
     due = hand.orchestrator.wake_at()

@@ -1,6 +1,6 @@
 """The promises, under thousands of schedules with faults at any point.
 
-`ChaosWorld` breaks whatever may break, `Witness` raises on the first promise that does not hold: single version (C1),
+`ChaosRuntime` breaks whatever may break, `Witness` raises on the first promise that does not hold: single version (C1),
 exactly once (C2), staleness (C3), work conserving, no stall, everything accounted for at idle.
 """
 
@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from dora_rl.control.config import ControlConfig, ModeName
 from dora_rl.core.commands import Move
-from dora_rl.sim.chaos import ChaosPlan, ChaosWorld
+from dora_rl.orchestrator.config import ControlConfig, ModeName
+from dora_rl.sim.chaos import ChaosPlan, ChaosRuntime
 from tests.schedules import DEADLINES, draw_config, run_schedule
 
 BLOCKS = 32
@@ -49,7 +49,7 @@ def test_schedules_reach_every_kind_of_fault_and_decision() -> None:
 class Schedules(RuleBasedStateMachine):
     """The same world, with hypothesis choosing what happens next and shrinking what goes wrong."""
 
-    world: ChaosWorld
+    world: ChaosRuntime
 
     @initialize(
         mode=st.sampled_from(["dora", "dora", "dora", "sync", "one_step_off", "partial"]),
@@ -83,7 +83,7 @@ class Schedules(RuleBasedStateMachine):
             shares_trainer=shares,
             tools=True,
         )
-        self.world = ChaosWorld(config, plan, lambda below: choices.randrange(below) if below > 1 else 0)
+        self.world = ChaosRuntime(config, plan, lambda below: choices.randrange(below) if below > 1 else 0)
 
     @property
     def unfinished(self) -> bool:
@@ -100,7 +100,7 @@ class Schedules(RuleBasedStateMachine):
         self.world.jump()
 
     @precondition(lambda self: self.unfinished and self.world.faults_left > 0)
-    @rule(kind=st.sampled_from(sorted(ChaosWorld.FAULTS)))
+    @rule(kind=st.sampled_from(sorted(ChaosRuntime.FAULTS)))
     def something_breaks(self, kind: str) -> None:
         self.world.inject(kind)
 
@@ -137,7 +137,7 @@ def test_staleness_zero_gives_the_very_batches_of_sync(seed: int) -> None:
         )
         plan = ChaosPlan(instances=1 + seed % 4, slots=1 + seed % 2, max_requests=4, prompts=17, faults=0)
         random_ = random.Random(f"{mode}{seed}")
-        world = ChaosWorld(config, plan, lambda below, random_=random_: int(random_.random() * below))  # type: ignore[misc]
+        world = ChaosRuntime(config, plan, lambda below, random_=random_: int(random_.random() * below))  # type: ignore[misc]
         world.run()
         batches.append(
             {step: [world.witness.admitted[g] for g in groups] for step, groups in world.witness.batches.items()}
@@ -160,7 +160,7 @@ def test_nothing_moves_where_one_batch_serves_every_version(one_batch: bool) -> 
             faults=0,
             one_batch=one_batch,
         )
-        world = ChaosWorld(config, plan, lambda below, random_=random_: int(random_.random() * below))  # type: ignore[misc]
+        world = ChaosRuntime(config, plan, lambda below, random_=random_: int(random_.random() * below))  # type: ignore[misc]
         world.run()
         moved += sum(isinstance(command, Move) for _, _, commands in world.log for command in commands)
     assert (moved == 0) == one_batch, "with a batch for each slot it pays to gather a version on fewer instances"

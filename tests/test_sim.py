@@ -7,16 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dora_rl.control.orchestrator import Orchestrator
-from dora_rl.sim.bound import lower_bound
+from dora_rl.orchestrator.orchestrator import Orchestrator
 from dora_rl.sim.config import Workload
 from dora_rl.sim.costs import Costs
+from dora_rl.sim.invariants import InvariantChecker
+from dora_rl.sim.lower_bound import lower_bound
 from dora_rl.sim.plan import candidates, plan
 from dora_rl.sim.presets import PRESETS, preset
 from dora_rl.sim.run import MODES, control_for, parse_variant, simulate
-from dora_rl.sim.witness import Witness
+from dora_rl.sim.runtime import SimRuntime
 from dora_rl.sim.workload import Source
-from dora_rl.sim.world import SimWorld
 
 SMALL = ["steps=4", "warmup_steps=3"]
 
@@ -42,8 +42,10 @@ def test_the_promises_hold_in_simulation(text: str, turns: int) -> None:
     config = preset("laptop", settings)
     variant = parse_variant(text)
     control = control_for(config, variant)
-    world = SimWorld(config.model_copy(update={"control": control}), "elastic" if variant.elastic else "disaggregated")
-    orchestrator, witness = Orchestrator(control), Witness(control)
+    world = SimRuntime(
+        config.model_copy(update={"control": control}), "elastic" if variant.elastic else "disaggregated"
+    )
+    orchestrator, witness = Orchestrator(control), InvariantChecker(control)
     while (arrived := world.next_event(orchestrator.wake_at())) is not None:
         event, now = arrived
         commands = orchestrator.step(event, now)
@@ -58,8 +60,8 @@ def test_staleness_zero_trains_the_batches_of_sync() -> None:
     for text in ("sync", "dora:k0"):
         config = preset("laptop", SMALL)
         control = control_for(config, parse_variant(text))
-        world = SimWorld(config.model_copy(update={"control": control}), "disaggregated")
-        orchestrator, witness = Orchestrator(control), Witness(control)
+        world = SimRuntime(config.model_copy(update={"control": control}), "disaggregated")
+        orchestrator, witness = Orchestrator(control), InvariantChecker(control)
         while (arrived := world.next_event(orchestrator.wake_at())) is not None:
             commands = orchestrator.step(*arrived)
             witness.observe(arrived[0], commands)

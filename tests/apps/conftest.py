@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from dora_rl.apps.train import go_on
-from dora_rl.runtime.folder import RunFolder
+from dora_rl.runtime.run_dir import RunDir
 from dora_rl.runtime.trial import _COMPLETION
 from tests.trainer.making import llama
 
@@ -89,7 +89,7 @@ def reward(prompt, completion, **_):
 class MadeRun:
     """The run, and what was printed."""
 
-    folder: RunFolder
+    folder: RunDir
     config: Path
     interrupted: str
     """Standard output up to the interrupt; not a terminal."""
@@ -110,7 +110,7 @@ def made_run(tmp_path_factory: pytest.TempPathFactory) -> MadeRun:
         if not (home / "done.json").exists():
             _make(home)
     said = json.loads((home / "done.json").read_text())
-    return MadeRun(RunFolder.open(home / "runs" / "small"), home / "run.toml", *said)
+    return MadeRun(RunDir.open(home / "runs" / "small"), home / "run.toml", *said)
 
 
 def _make(home: Path) -> None:
@@ -145,5 +145,5 @@ def _interrupted(home: Path) -> tuple[str, int]:
 def _carried_on(home: Path) -> str:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=80, height=30, legacy_windows=False)
-    go_on(RunFolder.open(home / "runs" / "small"), console)
+    go_on(RunDir.open(home / "runs" / "small"), console)
     return screen.getvalue()

@@ -18,12 +18,12 @@ from typer.testing import CliRunner
 
 from dora_rl import __version__
 from dora_rl.apps.cli import COMMANDS, app, load
+from dora_rl.apps.config_options import listing, sentence, settings, split
 from dora_rl.apps.init import EXAMPLES, short
-from dora_rl.apps.settings import listing, sentence, settings, split
 from dora_rl.core.config import build, override
 from dora_rl.core.errors import ConfigError, UserError
 from dora_rl.runtime.config import RunConfig
-from dora_rl.runtime.folder import RunFolder
+from dora_rl.runtime.run_dir import RunDir
 from tests.apps.conftest import MadeRun
 from tests.runtime import making
 
@@ -149,7 +149,7 @@ def test_a_run_is_resumed_with_other_settings(made_run: MadeRun, tmp_path: Path)
     shutil.copytree(made_run.folder.path, tmp_path / "copy")
     done = run("train", "--resume", tmp_path / "copy", "--rollout.instances", "3")
     assert done.exit_code == 0, done.output
-    assert RunFolder.open(tmp_path / "copy").read().rollout.instances == 3
+    assert RunDir.open(tmp_path / "copy").read().rollout.instances == 3
     refused = run("train", "--resume", tmp_path / "copy", "--trainer.optimiser.learning_rate", "1")
     assert isinstance(refused.exception, UserError)
 

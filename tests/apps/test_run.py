@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from dora_rl.apps import recorded
+from dora_rl.apps import run_reader as recorded
 from dora_rl.apps.cli import app
 from dora_rl.apps.summary import summarise
 from dora_rl.apps.timeline import CAUSE_COLOURS
+from dora_rl.core.activities import IdleReason
 from dora_rl.core.errors import UserError
-from dora_rl.core.labels import Because
-from dora_rl.runtime.folder import RunFolder
+from dora_rl.runtime.run_dir import RunDir
 from tests.apps.conftest import STEPS, MadeRun
 
 
@@ -29,9 +29,9 @@ def run(*arguments: str | Path) -> Any:
 
 
 @pytest.fixture
-def copy(made_run: MadeRun, tmp_path: Path) -> RunFolder:
+def copy(made_run: MadeRun, tmp_path: Path) -> RunDir:
     shutil.copytree(made_run.folder.path, tmp_path / "runs" / "copy")
-    return RunFolder.open(tmp_path / "runs" / "copy")
+    return RunDir.open(tmp_path / "runs" / "copy")
 
 
 def data_of(page: str) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def test_looking_changes_nothing(made_run: MadeRun) -> None:
     assert {path: path.stat().st_mtime_ns for path in made_run.folder.path.rglob("*")} == before
 
 
-def test_a_run_whose_last_steps_are_missing_is_stopped(copy: RunFolder) -> None:
+def test_a_run_whose_last_steps_are_missing_is_stopped(copy: RunDir) -> None:
     ledger = sqlite3.connect(copy.ledger)
     ledger.execute("UPDATE steps SET published_at = NULL WHERE step = ?", (STEPS - 1,))
     ledger.commit()
@@ -112,7 +112,7 @@ def test_a_run_whose_last_steps_are_missing_is_stopped(copy: RunFolder) -> None:
     assert summarise(copy).state == "stopped"
 
 
-def test_a_run_whose_lock_is_held_goes_on(copy: RunFolder) -> None:
+def test_a_run_whose_lock_is_held_goes_on(copy: RunDir) -> None:
     with (copy.path / ".lock").open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert summarise(copy).state == "going on"
@@ -150,14 +150,14 @@ def test_the_page_has_a_point_for_each_step(made_run: MadeRun) -> None:
     )
 
 
-def test_report_writes_the_page_again(copy: RunFolder) -> None:
+def test_report_writes_the_page_again(copy: RunDir) -> None:
     copy.report.unlink()
     done = run("report", copy.path)
     assert done.exit_code == 0, done.output
     assert data_of(copy.report.read_text())["name"] == "copy"
 
 
-def test_a_page_can_be_written_of_a_run_that_has_hardly_begun(copy: RunFolder) -> None:
+def test_a_page_can_be_written_of_a_run_that_has_hardly_begun(copy: RunDir) -> None:
     for path in (copy.metrics, copy.activity, copy.samples, copy.ledger):
         path.unlink()
     assert run("report", copy.path).exit_code == 0
@@ -167,7 +167,7 @@ def test_a_page_can_be_written_of_a_run_that_has_hardly_begun(copy: RunFolder) -
 # -- runs -------------------------------------------------------------------------------------------------------
 
 
-def test_runs_are_listed_newest_first_and_a_damaged_one_does_not_hide_the_others(copy: RunFolder) -> None:
+def test_runs_are_listed_newest_first_and_a_damaged_one_does_not_hide_the_others(copy: RunDir) -> None:
     newer = copy.path.parent / "a-newer"
     shutil.copytree(copy.path, newer)
     broken = copy.path.parent / "broken"
@@ -193,7 +193,7 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
 # -- eval -------------------------------------------------------------------------------------------------------
 
 
-def test_eval_agrees_with_the_runs_own_evaluation(copy: RunFolder) -> None:
+def test_eval_agrees_with_the_runs_own_evaluation(copy: RunDir) -> None:
     done = run("eval", copy.path)
     assert done.exit_code == 0, done.output
     result = json.loads((copy.path / "evaluations" / f"version-{STEPS:08d}.json").read_text())
@@ -256,7 +256,7 @@ def test_eval_without_reward_functions_says_so(
     monkeypatch.setattr("dora_rl.apps.evaluate.respond", lambda *_: pytest.fail("it began"))
     config = made_run.folder.read()
     lonely = config.model_copy(update={"reward": config.reward.model_copy(update={"functions": ()})})
-    monkeypatch.setattr("dora_rl.runtime.folder.RunFolder.read", lambda _: lonely)
+    monkeypatch.setattr("dora_rl.runtime.run_dir.RunFolder.read", lambda _: lonely)
     done = run("eval", made_run.folder.path, "--json", tmp_path / "result.json")
     assert isinstance(done.exception, UserError)
     assert "'reward.functions' is empty" in str(done.exception)
@@ -276,7 +276,7 @@ def test_every_metric_is_in_the_glossary(made_run: MadeRun) -> None:
     names = {name for record in metrics.steps.values() for name in record} - {"step", "version", "time"}
     assert not any(" " in name for name in names)
     idle = {name.removeprefix("idle/") for name in names if name.startswith("idle/")}
-    assert idle <= {because.tag for because in Because}
+    assert idle <= {because.tag for because in IdleReason}
     for pattern, general in (
         (r"staleness_\d+", "staleness_N"),
         (r"^idle/.*", "idle/CAUSE"),
@@ -285,11 +285,11 @@ def test_every_metric_is_in_the_glossary(made_run: MadeRun) -> None:
         names = {re.sub(pattern, general, name) for name in names}
     assert names - known == set()
     causes = set(re.findall(r"^\| `([a-z_]+)` \|", text.partition("### Causes of idling")[2], re.MULTILINE))
-    assert causes == {because.tag for because in Because}
+    assert causes == {because.tag for because in IdleReason}
 
 
 def test_each_cause_has_a_colour_of_its_own(made_run: MadeRun) -> None:
-    assert set(CAUSE_COLOURS) == set(Because)
-    assert len(set(CAUSE_COLOURS.values())) == len(Because)
+    assert set(CAUSE_COLOURS) == set(IdleReason)
+    assert len(set(CAUSE_COLOURS.values())) == len(IdleReason)
     drawn = data_of(made_run.folder.report.read_text())["timeline"]["causes"]
-    assert drawn == {because.value: CAUSE_COLOURS[because] for because in Because}
+    assert drawn == {because.value: CAUSE_COLOURS[because] for because in IdleReason}

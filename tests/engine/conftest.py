@@ -6,7 +6,7 @@ import ctypes
 
 import pytest
 
-from dora_rl.engine.native import runner
+from dora_rl.engine.cpu_kernels import runner
 
 
 @pytest.fixture(autouse=True)

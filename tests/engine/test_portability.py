@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from dora_rl.core.errors import ModelError
-from dora_rl.engine.native import binding, build
+from dora_rl.engine.cpu_kernels import binding, build
 from dora_rl.engine.requests import Request, Sampling
 from tests.engine import tiny
 from tests.engine.processors import runnable

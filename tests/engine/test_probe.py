@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dora_rl.core import probe
-from dora_rl.engine.choice import choose
 from dora_rl.engine.config import EngineConfig
+from dora_rl.engine.kernel_choice import choose
 from dora_rl.engine.kv import KvCache, KvShape
 from dora_rl.engine.probe import logprobs
 from dora_rl.engine.runner import Runner

@@ -14,11 +14,11 @@ from dora_rl.core.events import AnyEvent, SlotLoaded, SlotLoadFailed
 from dora_rl.engine.engine import Engine
 from dora_rl.models import lora
 from dora_rl.models.sources import MemoryWeights
-from dora_rl.runtime.source import StoreWeights
-from dora_rl.trainer.adapter import merged_state
+from dora_rl.runtime.transport.weight_source import StoreWeights
 from dora_rl.trainer.config import LoraConfig, TrainerConfig
+from dora_rl.trainer.trainable import merged_state
 from dora_rl.trainer.trainer import Trainer
-from dora_rl.weights.parcel import Parcel
+from dora_rl.weights.buffer import WeightBuffer
 from dora_rl.weights.store import WeightStore
 from tests.engine import tiny
 
@@ -210,4 +210,4 @@ def test_a_parcel_carries_the_probe(tmp_path: Path) -> None:
 
     trainer, store, _ = adapted(tmp_path, ("q_proj",))
     data = np.frombuffer(store.path(0).read_bytes(), dtype=np.uint8)
-    assert Parcel(0, data).manifest.probe == store.manifest(0).probe == trainer.probe()
+    assert WeightBuffer(0, data).manifest.probe == store.manifest(0).probe == trainer.probe()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dora_rl.engine.native.build import library
-from dora_rl.engine.native.runner import in_panels
+from dora_rl.engine.cpu_kernels.build import library
+from dora_rl.engine.cpu_kernels.runner import in_panels
 from tests.engine.processors import runnable
 
 

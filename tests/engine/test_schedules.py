@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from dora_rl.engine.native import runner
-from dora_rl.engine.native.runner import NativeRunner
+from dora_rl.engine.cpu_kernels import runner
+from dora_rl.engine.cpu_kernels.runner import CpuKernelRunner
 from dora_rl.engine.requests import Request, Sampling
 from tests.engine import tiny
 from tests.engine.tiny import Family, Listener, Said
@@ -163,7 +163,7 @@ def test_steps_that_follow_a_prompt_and_groups_of_rows_change_nothing(seed: int)
         threads=random.randint(1, 2),
     )
     native = engine.slots[0].runner
-    assert isinstance(native, NativeRunner)
+    assert isinstance(native, CpuKernelRunner)
     native._near = random.choice([1, 3000, 1 << 20])
     coming = some_siblings()
     if seed % 2:

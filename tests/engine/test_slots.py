@@ -14,10 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dora_rl.core.accounting import Activity
+from dora_rl.core.activities import WORK, ActivityLabel, IdleCause, IdleReason
 from dora_rl.core.errors import SlotError, VersionError
 from dora_rl.core.events import Generated, SlotLoaded, SlotLoadFailed
-from dora_rl.core.labels import WORK, Because, Cause, Label
+from dora_rl.core.time_accounting import Activity
 from dora_rl.engine.requests import Request, Sampling
 from dora_rl.models.sources import MemoryWeights
 from tests.engine import tiny
@@ -121,7 +121,7 @@ def test_decoding_goes_on_beside_a_load(mapped: Mapped) -> None:
     while engine.running or len(listener.finished) < 5:
         listener.hear(engine.step())
     assert not any(isinstance(event, SlotLoaded) and event.version == 1 for event in listener.events)
-    assert engine.slots[1].account.by_label().get(Label.LOAD, 0) > 0
+    assert engine.slots[1].account.by_label().get(ActivityLabel.LOAD, 0) > 0
     mapped.open.set()
     engine.wait_for_loads()
     listener.hear(engine.step())
@@ -224,15 +224,15 @@ def test_all_time_has_a_label() -> None:
     engine.wait_for_loads()
     tiny.run(engine, requests(0, 0))
     busy = engine.slots[0].account
-    assert busy.by_label()[Label.DECODE] > busy.by_label()[Label.PREFILL] > 0
+    assert busy.by_label()[ActivityLabel.DECODE] > busy.by_label()[ActivityLabel.PREFILL] > 0
     for slot in engine.slots:
         assert sum(slot.account.by_label().values()) == slot.account.lifetime > 0
-    assert set(engine.slots[1].account.by_label()) == {Label.IDLE}
+    assert set(engine.slots[1].account.by_label()) == {ActivityLabel.IDLE}
 
 
 def test_a_slot_that_idles_is_spare_while_its_instance_computes_for_another() -> None:
     engine = tiny.engine(tiny.model("llama"), weights=two_versions(), versions=(0, 1))
-    engine.note_idle(1, Cause(because=Because.TOOL))
+    engine.note_idle(1, IdleCause(because=IdleReason.TOOL))
     before = engine.slots[1].account.idle_by_cause().get("tool", 0)
     listener = Listener()
     for request in requests(0, 0):
@@ -240,7 +240,7 @@ def test_a_slot_that_idles_is_spare_while_its_instance_computes_for_another() ->
     listener.run(engine)
     idle, busy = engine.slots[1].account, engine.slots[0].account
     assert idle.idle_by_cause()["spare slot"] > 0
-    assert idle.current == Activity(Label.IDLE, cause=Cause(because=Because.TOOL))
+    assert idle.current == Activity(ActivityLabel.IDLE, cause=IdleCause(because=IdleReason.TOOL))
     worked = sum(busy.by_label().get(label, 0) for label in WORK)
     assert idle.idle_by_cause()["spare slot"] <= worked
     assert before <= idle.idle_by_cause().get("tool", 0) <= idle.lifetime - idle.idle_by_cause()["spare slot"]

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from dora_rl.core.activities import ActivityLabel, IdleCause, IdleReason
 from dora_rl.core.errors import IntegrityError, RequestError, SlotError, VersionError
 from dora_rl.core.events import Generated, KvPressure, Parked, SlotLoaded, SlotLoadFailed, TrajectoryFailed
-from dora_rl.core.labels import Because, Cause, Label
 from dora_rl.engine.config import EngineConfig
 from dora_rl.engine.requests import Request, Sampling, StepOutput, StopReason
 from dora_rl.engine.vllm.core import Counters, Output
@@ -237,12 +237,12 @@ def test_preemptions_are_counted_and_reported() -> None:
 
 def test_every_moment_of_the_instance_has_one_label() -> None:
     made, _ = engine()
-    made.note_idle(2, Cause(because=Because.SPARE))
+    made.note_idle(2, IdleCause(because=IdleReason.SPARE))
     made.submit(request(0), 0)
     made.submit(request(1, version=6), 1)
     finish(made)
     (account,) = made.accounts
     account.settle(10**6)
     assert sum(account.totals.values()) == account.lifetime
-    versions = {activity.version for activity in account.totals if activity.label is Label.DECODE}
+    versions = {activity.version for activity in account.totals if activity.label is ActivityLabel.DECODE}
     assert versions == {5, 6}, "the step's time is split over the versions in it"

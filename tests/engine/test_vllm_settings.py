@@ -14,7 +14,7 @@ from dora_rl.core.config import build
 from dora_rl.core.errors import ConfigError
 from dora_rl.engine.config import EngineConfig
 from dora_rl.engine.vllm.core import Lora, arguments, listen_to_nobody
-from dora_rl.engine.vllm.installed import VllmError, check
+from dora_rl.engine.vllm.version_check import VllmError, check
 from dora_rl.models.loading import ModelConfig
 from dora_rl.runtime.config import RunConfig
 

@@ -9,14 +9,14 @@ from typing import Any
 
 from dora_rl.core.config import build
 from dora_rl.envs.config import DataConfig, RewardConfig
-from dora_rl.envs.data import Dataset, Message, Problem, load
-from dora_rl.envs.rewards import Judge
+from dora_rl.envs.data import ChatMessage, Dataset, Problem, load
+from dora_rl.envs.rewards import RewardScorer
 
-CHAT = (Message(role="user", content="What is 6 x 7?"),)
+CHAT = (ChatMessage(role="user", content="What is 6 x 7?"),)
 
 
 def a_problem(
-    answer: str | None = "42", prompt: str | tuple[Message, ...] = "What is 6 x 7?", **columns: Any
+    answer: str | None = "42", prompt: str | tuple[ChatMessage, ...] = "What is 6 x 7?", **columns: Any
 ) -> Problem:
     known = {} if answer is None else {"answer": answer}
     return Problem(key="0-a", prompt=prompt, answer=answer, columns={**known, **columns})
@@ -37,5 +37,5 @@ def loaded(folder: Path, source: str, **settings: Any) -> Dataset:
     return load(build(DataConfig, {"source": source, **settings}), folder)
 
 
-def judge(folder: Path, *functions: str, **settings: Any) -> Judge:
-    return Judge(build(RewardConfig, {"functions": list(functions), **settings}), folder)
+def judge(folder: Path, *functions: str, **settings: Any) -> RewardScorer:
+    return RewardScorer(build(RewardConfig, {"functions": list(functions), **settings}), folder)

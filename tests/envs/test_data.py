@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from dora_rl.core.config import build
 from dora_rl.core.errors import DataError, UserError
 from dora_rl.envs.config import DataConfig
-from dora_rl.envs.data import Message, Problem, problem
-from dora_rl.envs.rows import Row
+from dora_rl.envs.data import ChatMessage, Problem, problem
+from dora_rl.envs.row_readers import Row
 from tests.envs.making import loaded, write_code, write_rows
 
 ROWS = [{"prompt": f"{n} + 1?", "answer": str(n + 1), "info": {"n": n}} for n in range(20)]
@@ -153,7 +153,7 @@ def test_rows_of_verl_are_read_as_they_are(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", [row])
     only = loaded(tmp_path, "rows.jsonl").train[0]
     assert only.answer == "4"
-    assert only.prompt == (Message(role="user", content="2 + 2?"),)
+    assert only.prompt == (ChatMessage(role="user", content="2 + 2?"),)
     assert only.columns["extra_info"] == {"index": 0}
 
 
@@ -162,7 +162,7 @@ def test_a_system_message_makes_a_chat(tmp_path: Path) -> None:
     own = [{"role": "system", "content": "Mine."}, *chat]
     write_rows(tmp_path / "rows.jsonl", [{"prompt": "hi"}, {"prompt": chat}, {"prompt": own}])
     user, told, mine = (
-        Message(role=role, content=text)
+        ChatMessage(role=role, content=text)
         for role, text in [("user", "hi"), ("system", "Be brief."), ("system", "Mine.")]
     )
     prompts = [each.prompt for each in loaded(tmp_path, "rows.jsonl", system="Be brief.").train]

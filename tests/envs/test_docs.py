@@ -14,7 +14,7 @@ from dora_rl.core.config import Config, build
 from dora_rl.envs.config import DataConfig, EnvironmentConfig, RewardConfig
 from dora_rl.envs.data import load
 from dora_rl.envs.environment import Environments
-from dora_rl.envs.rewards import Judge
+from dora_rl.envs.rewards import RewardScorer
 from dora_rl.envs.sandbox import GUARANTEES, Sandbox, SandboxLimits
 from tests.envs.making import CHAT, a_problem, judge, loaded, write_code
 
@@ -49,7 +49,7 @@ def test_the_rows_on_the_page_are_problems(tmp_path: Path) -> None:
 
 
 def test_the_rewards_on_the_page_are_judged() -> None:
-    made = Judge(task().reward, EXAMPLES)
+    made = RewardScorer(task().reward, EXAMPLES)
     parts = made.score(a_problem(), "<think>6 x 7</think> 42").parts
     assert parts["number"] == parts["format:^<think>.*</think>"] == 1.0
     assert 0.5 < parts["short_and_right"] < 1.0

@@ -12,17 +12,19 @@ from hypothesis import strategies as st
 
 from dora_rl.core.config import build
 from dora_rl.core.errors import ConfigError
+from dora_rl.envs.async_bridge import Loop
 from dora_rl.envs.config import EnvironmentConfig
-from dora_rl.envs.data import Message
+from dora_rl.envs.data import ChatMessage
 from dora_rl.envs.environment import Environments, Session, Turn, as_turn
-from dora_rl.envs.loop import Loop
-from dora_rl.envs.rewards import Judge, Verdict
+from dora_rl.envs.rewards import RewardResult, RewardScorer
 from tests.envs.making import a_problem, judge, write_code
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def session(folder: Path, kind: str, problem: Any = None, judged: Judge | None = None, **settings: Any) -> Session:
+def session(
+    folder: Path, kind: str, problem: Any = None, judged: RewardScorer | None = None, **settings: Any
+) -> Session:
     config = build(EnvironmentConfig, {"kind": kind, **settings})
     return Environments(config, folder, judged).begin(problem or a_problem())
 
@@ -41,7 +43,7 @@ def test_the_example_can_be_won_by_halving(secret: int) -> None:
         middle = (low + high) // 2
         answer = game.step(f"Is it {middle}?").observation
         low, high = (middle + 1, high) if answer == "Higher." else (low, middle - 1)
-    assert game.verdict() == Verdict(reward=1.0, parts={"environment": 1.0})
+    assert game.verdict() == RewardResult(reward=1.0, parts={"environment": 1.0})
 
 
 def test_turns_are_counted_and_the_last_has_no_observation() -> None:
@@ -68,7 +70,7 @@ def test_step_rewards_and_reward_functions_are_added(tmp_path: Path) -> None:
     judged = judge(tmp_path, "exact", weights=[2.0])
     game = written(tmp_path, body, judged=judged)
     assert [game.step(text).reward for text in ("41", "42")] == [0.25, 0.25]
-    assert game.verdict() == Verdict(reward=2.5, parts={"exact": 1.0, "environment": 0.5})
+    assert game.verdict() == RewardResult(reward=2.5, parts={"exact": 1.0, "environment": 0.5})
 
 
 def test_a_reward_function_that_fails_fails_the_trajectory(tmp_path: Path) -> None:
@@ -143,7 +145,10 @@ class E:
         return await self.queue.get(), 1.0, True
 """)  # fmt: skip
     game = session(tmp_path, "task.py:E")
-    assert game.opening == (Message(role="system", content="Play."), Message(role="user", content="What is 6 x 7?"))
+    assert game.opening == (
+        ChatMessage(role="system", content="Play."),
+        ChatMessage(role="user", content="What is 6 x 7?"),
+    )
     game.step("x")
     assert game.verdict().reward == 1.0
 

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from dora_rl.core.config import build
 from dora_rl.core.errors import ConfigError, UserError
+from dora_rl.envs.async_bridge import SharedLoop
 from dora_rl.envs.config import RewardConfig
 from dora_rl.envs.data import Problem
-from dora_rl.envs.importing import named_object
-from dora_rl.envs.loop import SharedLoop
-from dora_rl.envs.rewards import Judge, Verdict
-from dora_rl.envs.shapes import Answer, shaped
+from dora_rl.envs.reward_signatures import Answer, shaped
+from dora_rl.envs.rewards import RewardResult, RewardScorer
+from dora_rl.envs.user_code import named_object
 from tests.envs.making import CHAT, a_problem, judge, loaded, write_code
 
 SEEN = "seen = []\n"
@@ -84,7 +84,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     )
     made = judge(tmp_path, "task.py:compute_score")
     verdict = made.score(a_problem('{"n":1}', data_source="gsm8k", extra_info={"i": 1}), "42")
-    assert verdict == Verdict(reward=0.5, parts={"compute_score": 0.5, "compute_score/acc": 1.0})
+    assert verdict == RewardResult(reward=0.5, parts={"compute_score": 0.5, "compute_score/acc": 1.0})
     made.score(Problem(key="k", prompt="p", answer="4", columns={"answer": 4}), "4")
     assert named_object("task.py:seen", tmp_path) == [("gsm8k", "42", '{"n":1}', {"i": 1}), ("", "4", 4, None)]
 
@@ -109,17 +109,17 @@ def test_plain_functions_get_what_they_name(code: str, tmp_path: Path) -> None:
 
 def test_rewards_are_summed_with_their_weights(tmp_path: Path) -> None:
     made = judge(tmp_path, "exact", "format:^4", "format:2$", weights=[1.0, 0.5, -2.0])
-    assert made.score(a_problem(), "43") == Verdict(
+    assert made.score(a_problem(), "43") == RewardResult(
         reward=0.5, parts={"exact": 0.0, "format:^4": 1.0, "format:2$": 0.0}
     )
     assert made.score(a_problem(), "42").reward == -0.5
-    assert judge(tmp_path).score(a_problem(), "42") == Verdict(reward=0.0)
+    assert judge(tmp_path).score(a_problem(), "42") == RewardResult(reward=0.0)
 
 
 def test_a_trl_function_may_pass_on_rows_that_others_judge(tmp_path: Path) -> None:
     write_code(tmp_path, "def f(completions, **kwargs):\n    return [None for _ in completions]\n")
     both = judge(tmp_path, "task.py:f", "exact")
-    assert both.score(a_problem(), "42") == Verdict(reward=1.0, parts={"exact": 1.0})
+    assert both.score(a_problem(), "42") == RewardResult(reward=1.0, parts={"exact": 1.0})
     assert judge(tmp_path, "task.py:f").score(a_problem(), "42").failed == "f returned None"
 
 
@@ -258,7 +258,7 @@ def test_weights_must_be_as_many_as_functions() -> None:
     ],
 )
 def test_builtins(name: str, answer: str | None, text: str, reward: float, tmp_path: Path) -> None:
-    assert judge(tmp_path, name).score(a_problem(answer), text) == Verdict(reward=reward, parts={name: reward})
+    assert judge(tmp_path, name).score(a_problem(answer), text) == RewardResult(reward=reward, parts={name: reward})
 
 
 @pytest.mark.parametrize("name", ["exact", "contains", "number", "math"])
@@ -267,12 +267,12 @@ def test_a_row_without_answer_is_a_verdict(name: str, tmp_path: Path) -> None:
 
 
 def test_mathematics_can_be_judged_off_the_main_thread(tmp_path: Path) -> None:
-    verdicts: list[Verdict] = []
+    verdicts: list[RewardResult] = []
     made = judge(tmp_path, "math")
     thread = threading.Thread(target=lambda: verdicts.append(made.score(a_problem("2"), "$1+1$")))
     thread.start()
     thread.join()
-    assert verdicts == [Verdict(reward=1.0, parts={"math": 1.0})]
+    assert verdicts == [RewardResult(reward=1.0, parts={"math": 1.0})]
 
 
 @pytest.mark.parametrize("name", ["chain_sum", "rearc", "knights_knaves", "countdown"])
@@ -322,7 +322,7 @@ returned = st.recursive(
 
 @given(values=st.lists(returned, max_size=4), listed=returned, count=st.integers(1, 3))
 def test_whatever_is_returned_is_one_verdict_an_answer(values: list[Any], listed: Any, count: int) -> None:
-    made = Judge(RewardConfig(), Path())
+    made = RewardScorer(RewardConfig(), Path())
     for value in (values, listed):
         made._functions, made._weights = [shaped("f", lambda completions, it=value: it)], [1.0]
         verdicts = made.score_many([Answer(a_problem(), "x")] * count)
@@ -330,7 +330,7 @@ def test_whatever_is_returned_is_one_verdict_an_answer(values: list[Any], listed
         for verdict in verdicts:
             assert (verdict.reward is None) != (verdict.failed is None)
             assert verdict.reward is None or math.isfinite(verdict.reward)
-            assert msgspec.msgpack.decode(msgspec.msgpack.encode(verdict), type=Verdict) == verdict
+            assert msgspec.msgpack.decode(msgspec.msgpack.encode(verdict), type=RewardResult) == verdict
 
 
 def test_a_loop_that_many_threads_share_is_closed_with_its_owner() -> None:

@@ -10,10 +10,10 @@ import transformers
 from torch import nn
 
 from dora_rl.core.errors import ModelError
-from dora_rl.engine import choice
+from dora_rl.engine import kernel_choice as choice
 from dora_rl.engine.config import EngineConfig
 from dora_rl.engine.engine import Engine
-from dora_rl.engine.generic import GenericRunner
+from dora_rl.engine.torch_runner import TorchRunner
 from dora_rl.models import exactness
 from dora_rl.models.sources import MemoryWeights
 from dora_rl.trainer.config import TrainerConfig
@@ -74,26 +74,26 @@ def test_wrong_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = architectures.build("llama")
     config = EngineConfig(kernels="torch")
     assert choice.choose(model, config, 128).name == "generic"
-    usual = GenericRunner.forward
+    usual = TorchRunner.forward
 
     def forward(self: Any, rows: Any, threads: int, record: bool) -> Any:
         rows.table[:] = rows.table[::-1].copy()
         return usual(self, rows, threads, record)
 
-    monkeypatch.setattr(GenericRunner, "forward", forward)
+    monkeypatch.setattr(TorchRunner, "forward", forward)
     assert choice.choose(architectures.build("llama"), config, 128).name == "padded"
 
 
 def test_wrong_decoding_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill is right, and decoding computes another token than the one that was sampled."""
-    usual = GenericRunner.forward
+    usual = TorchRunner.forward
 
     def forward(self: Any, rows: Any, threads: int, record: bool) -> Any:
         if len(set(rows.sequence[: rows.count].tolist())) == rows.count:
             rows.token[: rows.count] = 41
         return usual(self, rows, threads, record)
 
-    monkeypatch.setattr(GenericRunner, "forward", forward)
+    monkeypatch.setattr(TorchRunner, "forward", forward)
     assert choice.choose(architectures.build("llama"), EngineConfig(kernels="torch"), 128).name == "padded"
 
 

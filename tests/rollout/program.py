@@ -25,7 +25,7 @@ from dora_rl.engine.vllm.engine import VllmEngine
 from dora_rl.engine.vllm.serving import Adapters, AllWeights, Serving
 from dora_rl.models.dtypes import spec
 from dora_rl.models.loading import ModelConfig, linear_modules
-from dora_rl.runtime.source import StoreFiles
+from dora_rl.runtime.transport.weight_source import StoreFiles
 from dora_rl.trainer.config import LoraConfig, TrainerConfig
 from dora_rl.trainer.trainer import Trainer
 from dora_rl.weights.store import WeightStore

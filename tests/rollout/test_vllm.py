@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dora_rl.engine.vllm.installed import version
+from dora_rl.engine.vllm.version_check import version
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [

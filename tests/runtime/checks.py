@@ -12,7 +12,7 @@ from typing import Any
 from safetensors.torch import load_file
 
 from dora_rl.apps.audit import audited
-from dora_rl.runtime.folder import RunFolder
+from dora_rl.runtime.run_dir import RunDir
 from dora_rl.trainer import checkpoint
 from tests.runtime.host import Supervisor, alive
 from tests.runtime.making import PATIENCE
@@ -77,7 +77,7 @@ def strike(
     return wait_for_events(supervisor, later) and supervisor.signal(number, place)
 
 
-def final_weights(folder: RunFolder) -> dict[str, Any]:
+def final_weights(folder: RunDir) -> dict[str, Any]:
     """The policy that a run has ended with."""
     path = checkpoint.latest(folder.checkpoints)
     assert path is not None

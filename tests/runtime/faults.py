@@ -16,14 +16,16 @@ from typing import Any
 
 import msgspec
 
+from dora_rl.core.events import Published
 from dora_rl.ledger.ledger import connect
-from dora_rl.runtime.machine import Machine
-from dora_rl.runtime.nursery import Nursery
+from dora_rl.runtime.launch.fork_server import ForkServer
+from dora_rl.runtime.launch.machine import Machine
+from dora_rl.runtime.transport import messages as m
 
 _HEAD = struct.Struct("<II")
 
 
-def machine(order: dict[str, Any], nursery: Callable[[Path], Nursery]) -> Machine:
+def machine(order: dict[str, Any], nursery: Callable[[Path], ForkServer]) -> Machine:
     """The machine that an order asks for."""
     parts: dict[str, Any] = {"nursery": nursery}
     note = Note(Path(order["folder"]) / "logs" / "faults")
@@ -132,12 +134,16 @@ class Wire:
         target.close()
 
     def _mangled(self, frame: bytes) -> list[bytes]:
-        if "bundle" in self._kinds and b"Exported" in frame[:64] and _damage_bundle(frame, self._dice):
+        if (
+            "bundle" in self._kinds
+            and m.KvExported.__name__.encode() in frame[:64]
+            and _damage_bundle(frame, self._dice)
+        ):
             self._note("bundle")
         if "unreported" in self._kinds:
             self._cut_before_report(frame)
             return [frame]
-        if "unpublished" in self._kinds and b"Published" in frame and _published(frame):
+        if "unpublished" in self._kinds and Published.__name__.encode() in frame and _published(frame):
             self._note("unpublished")
             threading.Event().wait()
         if self._left <= 0 or self._dice.random() > self._rate:
@@ -157,7 +163,7 @@ class Wire:
     def _cut_before_report(self, frame: bytes) -> None:
         """The link of a trainer breaks when a checkpoint of a step is on disk and the supervisor is not told yet."""
         message = msgspec.msgpack.decode(frame[_HEAD.size :])
-        checkpoint = isinstance(message, dict) and message.get("message") == "Checkpoint"
+        checkpoint = isinstance(message, dict) and message.get("message") == m.CheckpointWritten.__name__
         if checkpoint and self._left > 0 and not message["name"].startswith("version-00000000"):
             self._left -= 1
             self._note("unreported")
@@ -168,7 +174,7 @@ def _published(frame: bytes) -> bool:
     """The frame says that the version of the first step is published."""
     message = msgspec.msgpack.decode(frame[_HEAD.size :])
     events = message.get("events", ()) if isinstance(message, dict) else ()
-    return any(event.get("event") == "Published" and event["version"] == 1 for event in events)
+    return any(event.get("event") == Published.__name__ and event["version"] == 1 for event in events)
 
 
 def _damage_bundle(frame: bytes, dice: random.Random) -> bool:

@@ -18,9 +18,9 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-from dora_rl.runtime import nursery as forks
-from dora_rl.runtime.folder import RunFolder
-from dora_rl.runtime.nursery import _IMPORTS, Nursery, serve
+from dora_rl.runtime.launch import fork_server as forks
+from dora_rl.runtime.launch.fork_server import _IMPORTS, ForkServer, serve
+from dora_rl.runtime.run_dir import RunDir
 from tests.runtime.making import PATIENCE
 
 
@@ -43,7 +43,7 @@ class Forked:
             os.kill(self.pid, signal.SIGKILL)
 
 
-class ForkedNursery(Nursery):
+class ForkedNursery(ForkServer):
     """A nursery without the seconds of importing; says whom it has forked."""
 
     patience = PATIENCE  # the first is forked at once, one that replaces it must import everything
@@ -85,10 +85,10 @@ def supervise(order: dict[str, Any]) -> int:
     """Carry a run as far as it goes; the exit code as `dora-rl train` has it."""
     from dora_rl.core.errors import IntegrityError, RunError, UserError
     from dora_rl.runtime.resume import change
-    from dora_rl.runtime.run import Run
+    from dora_rl.runtime.supervisor.run import Run
     from tests.runtime.faults import machine
 
-    folder = RunFolder(Path(order["folder"]))
+    folder = RunDir(Path(order["folder"]))
     before = _descriptors()
     said: dict[str, Any] = {"notices": []}
     code, run = 0, None
@@ -143,7 +143,7 @@ def _descriptors() -> set[str]:
 class Supervisor:
     """A supervisor that was forked."""
 
-    def __init__(self, pid: int, folder: RunFolder) -> None:
+    def __init__(self, pid: int, folder: RunDir) -> None:
         self.pid = pid
         self.folder = folder
 
@@ -206,7 +206,7 @@ class Host:
             [sys.executable, "-m", "tests.runtime.host"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def start(self, folder: RunFolder, **faults: Any) -> Supervisor:
+    def start(self, folder: RunDir, **faults: Any) -> Supervisor:
         """Begin a run, or go on with it."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -231,7 +231,7 @@ def alive(pid: int) -> bool:
 
 
 def main() -> None:
-    for name in (*_IMPORTS, "dora_rl.runtime.run"):
+    for name in (*_IMPORTS, "dora_rl.runtime.supervisor.run"):
         importlib.import_module(name)
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)

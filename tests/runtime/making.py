@@ -8,7 +8,7 @@ from typing import Any
 
 from dora_rl.core.config import build
 from dora_rl.runtime.config import RunConfig
-from dora_rl.runtime.folder import RunFolder
+from dora_rl.runtime.run_dir import RunDir
 
 PATIENCE = 600.0
 """Seconds of every deadline and of every wait that is not what a test is about: only a failure takes so long."""
@@ -147,9 +147,9 @@ def make_base(base: Path) -> Path:
     return base
 
 
-def make_run(base: Path, name: str, tree: dict[str, Any]) -> RunFolder:
+def make_run(base: Path, name: str, tree: dict[str, Any]) -> RunDir:
     """The folder of a run that has not begun."""
-    return RunFolder.create(build(RunConfig, tree), base, name)
+    return RunDir.create(build(RunConfig, tree), base, name)
 
 
 def merged(tree: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:

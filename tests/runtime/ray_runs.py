@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from dora_rl.apps.audit import audited
-from dora_rl.runtime.cluster.start import begin, need_ray
-from dora_rl.runtime.folder import RunFolder
+from dora_rl.runtime.launch.ray.init import begin, need_ray
+from dora_rl.runtime.run_dir import RunDir
 from dora_rl.trainer import checkpoint
 from tests.runtime.making import merged, settings
 
@@ -66,7 +66,7 @@ class Nodes:
 class RayRun:
     """A run whose supervisor is an actor."""
 
-    def __init__(self, folder: RunFolder) -> None:
+    def __init__(self, folder: RunDir) -> None:
         self.folder = folder
         self._ray = need_ray()
         self._hurry = folder.base() / "hurry"

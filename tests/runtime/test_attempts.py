@@ -1,4 +1,4 @@
-"""Turns without processes: what is said of a former attempt changes nothing, and each `Parked` has its `Unparked`."""
+"""Sessions without processes: reports of a former attempt change nothing, and each `Parked` has its `Unparked`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from dora_rl.core import events as e
-from dora_rl.core.nouns import SlotId
+from dora_rl.core.types import SlotId
 from dora_rl.envs.data import Problem
-from dora_rl.ledger.writing import SaidRow
-from dora_rl.runtime import messages as m
-from dora_rl.runtime.books import TrajectoryBook
-from dora_rl.runtime.turns import Turns
+from dora_rl.ledger.writer import SaidRow
+from dora_rl.runtime.supervisor.env_sessions import EnvSessions
+from dora_rl.runtime.supervisor.trajectory_store import TrajectoryEntry
+from dora_rl.runtime.transport import messages as m
 
 A, B, C = SlotId("a", 0), SlotId("b", 0), SlotId("c", 0)
 
@@ -21,7 +21,7 @@ class Stage:
     """One trajectory, what is asked of its environment, what instances are told, what happens."""
 
     def __init__(self) -> None:
-        self.book = TrajectoryBook()
+        self.book = TrajectoryEntry()
         self.asked: list[Any] = []
         self.told: list[tuple[str, Any]] = []
         self.events: list[e.Event] = []
@@ -35,7 +35,7 @@ class Stage:
             drop=lambda _session: None,
         )
         ledger: Any = SimpleNamespace(said=lambda _rows, _ended: None)
-        self.turns = Turns(
+        self.turns = EnvSessions(
             books,
             text,
             judges,
@@ -54,7 +54,7 @@ class Stage:
         self.book.take(SaidRow(0, len(self.book.response), 0, tokens.tobytes(), array("f", [0.0, 0.0]).tobytes()))
 
     def answer(self, said: str = "x", *, done: bool = False) -> None:
-        self.asked.pop(0)[1](m.Played(item=0, observation=said, done=done))
+        self.asked.pop(0)[1](m.EnvResult(item=0, observation=said, done=done))
 
     def begin(self) -> None:
         """It has had its opening, spoken, and is parked on A."""
@@ -136,8 +136,8 @@ def test_a_verdict_of_a_session_that_answers_otherwise_is_a_failed_one() -> None
     stage.answer("x")
     stage.speak()
     stage.book.ended = "environment"
-    verdicts: list[m.Judged] = []
+    verdicts: list[m.ScoreResult] = []
     for replayed in (("x", "x"), ("x", "y")):
         stage.turns.score(0, verdicts.append)
-        stage.asked.pop(0)[1](m.Judged(item=0, reward=1.0, parts={}, failed=None, replayed=replayed))
+        stage.asked.pop(0)[1](m.ScoreResult(item=0, reward=1.0, parts={}, failed=None, replayed=replayed))
     assert [verdict.reward for verdict in verdicts] == [1.0, None]

@@ -14,15 +14,15 @@ import pytest
 from dora_rl.apps.audit import audited, verdict
 from dora_rl.core import commands as c
 from dora_rl.core import events as e
-from dora_rl.core.nouns import Prompt, SlotId
+from dora_rl.core.types import Prompt, SlotId
 from dora_rl.ledger.audit import audit
-from dora_rl.ledger.derive import derive
+from dora_rl.ledger.auditor import Auditor, Terms
 from dora_rl.ledger.ledger import Logged, read_events
 from dora_rl.ledger.schema import TABLES
-from dora_rl.ledger.witness import Terms, Witness
-from dora_rl.ledger.writing import chain
-from dora_rl.runtime.folder import RunFolder
+from dora_rl.ledger.tables import derive
+from dora_rl.ledger.writer import chain
 from dora_rl.runtime.provenance import config_digest
+from dora_rl.runtime.run_dir import RunDir
 from tests.fuzz import sound_ledger
 from tests.runtime.host import Host
 from tests.runtime.making import make_run, settings
@@ -31,7 +31,7 @@ MODES = ["sync", "one_step_off", "partial", "dora"]
 
 
 @pytest.fixture(scope="module")
-def finished(host: Host, base: Path) -> dict[str, RunFolder]:
+def finished(host: Host, base: Path) -> dict[str, RunDir]:
     """One run of each mode."""
     folders = {mode: make_run(base, f"audit-{mode}", settings(base, mode, steps=3)) for mode in MODES}
     for mode, started in [(mode, host.start(folder)) for mode, folder in folders.items()]:
@@ -40,7 +40,7 @@ def finished(host: Host, base: Path) -> dict[str, RunFolder]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_real_runs_pass(finished: dict[str, RunFolder], mode: str) -> None:
+def test_real_runs_pass(finished: dict[str, RunDir], mode: str) -> None:
     found = audited(finished[mode])
     assert found.problems == []
     assert found.finished
@@ -49,9 +49,9 @@ def test_real_runs_pass(finished: dict[str, RunFolder], mode: str) -> None:
 
 
 @pytest.fixture
-def doctored(finished: dict[str, RunFolder], tmp_path: Path) -> RunFolder:
+def doctored(finished: dict[str, RunDir], tmp_path: Path) -> RunDir:
     """A copy of a run, to be tampered with."""
-    folder = RunFolder(tmp_path / "run")
+    folder = RunDir(tmp_path / "run")
     folder.path.mkdir()
     for suffix in ("", "-wal", "-shm"):
         source = finished["dora"].path / f"ledger.db{suffix}"
@@ -63,7 +63,7 @@ def doctored(finished: dict[str, RunFolder], tmp_path: Path) -> RunFolder:
     return folder
 
 
-def change(folder: RunFolder, *statements: str) -> None:
+def change(folder: RunDir, *statements: str) -> None:
     """Tamper with a ledger."""
     connection = sqlite3.connect(folder.ledger)
     for statement in statements:
@@ -91,21 +91,21 @@ NAMED = {
 }
 
 
-def problems(folder: RunFolder, table: str) -> list[str]:
+def problems(folder: RunDir, table: str) -> list[str]:
     """What the audit names about a table."""
     word = NAMED.get(table, f"table {table}")
     return [problem for problem in audited(folder).problems if word in problem]
 
 
 @pytest.mark.parametrize("table", ROWS)
-def test_changed_row_is_named(doctored: RunFolder, table: str) -> None:
+def test_changed_row_is_named(doctored: RunDir, table: str) -> None:
     where, how = ROWS[table]
     change(doctored, f"UPDATE {table} SET {how} WHERE {where}")
     assert problems(doctored, table)
 
 
 @pytest.mark.parametrize("table", ROWS)
-def test_removed_row_is_named(doctored: RunFolder, table: str) -> None:
+def test_removed_row_is_named(doctored: RunDir, table: str) -> None:
     change(doctored, f"DELETE FROM {table} WHERE {ROWS[table][0]}")
     assert problems(doctored, table)
 
@@ -126,7 +126,7 @@ COPIES = {
 
 
 @pytest.mark.parametrize("table", ROWS)
-def test_doubled_row_is_named(doctored: RunFolder, table: str) -> None:
+def test_doubled_row_is_named(doctored: RunDir, table: str) -> None:
     change(doctored, f"INSERT INTO {table} {COPIES[table]} FROM {table} WHERE {ROWS[table][0]}")
     assert any("note" in one for one in audited(doctored).problems) if table == "notes" else problems(doctored, table)
 
@@ -142,7 +142,7 @@ SWAPS = {
 
 
 @pytest.mark.parametrize("table", SWAPS)
-def test_rows_that_change_places_are_named(doctored: RunFolder, table: str) -> None:
+def test_rows_that_change_places_are_named(doctored: RunDir, table: str) -> None:
     column = {"events": "seq", "prompts": "number", "steps": "step"}.get(table, "id")
     # Steps count from 0, so their negatives are shifted by one.
     back = f"-1 - {column}" if table == "steps" else f"-{column}"
@@ -152,7 +152,7 @@ def test_rows_that_change_places_are_named(doctored: RunFolder, table: str) -> N
     assert problems(doctored, table)
 
 
-def test_tokens_that_change_places_are_named(doctored: RunFolder) -> None:
+def test_tokens_that_change_places_are_named(doctored: RunDir) -> None:
     change(
         doctored,
         "UPDATE said SET logprobs = (SELECT logprobs FROM said WHERE start = 0 ORDER BY trajectory LIMIT 1) "
@@ -180,16 +180,16 @@ def test_doctored_moves_are_named(tmp_path: Path, statement: str) -> None:
         return any("table moves" in problem for problem in audit(path, terms).problems)
 
     assert not named()
-    change(RunFolder(tmp_path), statement)
+    change(RunDir(tmp_path), statement)
     assert named()
 
 
-def test_truncated_log_is_named(doctored: RunFolder) -> None:
+def test_truncated_log_is_named(doctored: RunDir) -> None:
     change(doctored, "DELETE FROM events WHERE seq > (SELECT max(seq) / 2 FROM events)")
     assert any("table" in problem for problem in audited(doctored).problems)
 
 
-def test_damaged_file_is_named(doctored: RunFolder) -> None:
+def test_damaged_file_is_named(doctored: RunDir) -> None:
     connection = sqlite3.connect(doctored.ledger)
     connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     connection.close()
@@ -202,7 +202,7 @@ def test_damaged_file_is_named(doctored: RunFolder) -> None:
 Edit = Callable[[bytes, bytes], tuple[bytes, bytes]]
 
 
-def forge(folder: RunFolder, edit: Edit) -> None:
+def forge(folder: RunDir, edit: Edit) -> None:
     """Rewrite the log with a chain that fits, and the tables from it: only what it says can be wrong."""
     connection = sqlite3.connect(folder.ledger)
     link = b""
@@ -282,7 +282,7 @@ FORGERIES: dict[str, tuple[Edit, str]] = {
 
 
 @pytest.mark.parametrize("name", FORGERIES)
-def test_log_that_contradicts_the_promises_is_named(doctored: RunFolder, name: str) -> None:
+def test_log_that_contradicts_the_promises_is_named(doctored: RunDir, name: str) -> None:
     edit, expected = FORGERIES[name]
     try:
         forge(doctored, edit)
@@ -292,7 +292,7 @@ def test_log_that_contradicts_the_promises_is_named(doctored: RunFolder, name: s
     assert any(expected in problem for problem in found), found
 
 
-def forge_log_only(folder: RunFolder, edit: Edit) -> None:
+def forge_log_only(folder: RunDir, edit: Edit) -> None:
     """The tables refuse what the log would say."""
     connection = sqlite3.connect(folder.ledger)
     link = b""
@@ -306,7 +306,7 @@ def forge_log_only(folder: RunFolder, edit: Edit) -> None:
     connection.close()
 
 
-def test_decisions_of_another_configuration_are_named(doctored: RunFolder) -> None:
+def test_decisions_of_another_configuration_are_named(doctored: RunDir) -> None:
     """Also where the ledger itself says that it was another, with a chain and a digest that fit."""
     connection = sqlite3.connect(doctored.ledger)
     link = b""
@@ -346,7 +346,7 @@ def bound_problems(version: int, step: int, staleness: int, raised: int | None =
         (served, []),
         (e.Scored(trajectory=0, reward=1.0), [c.Apply(step=step, attempt=1, groups=(0,))]),
     ]
-    witness = Witness(Terms(1, 1, staleness, False, None))
+    witness = Auditor(Terms(1, 1, staleness, False, None))
     for seq, (event, commands) in enumerate(story, 1):
         witness.observe(Logged(seq, seq, event, commands))  # type: ignore[arg-type]
     return [problem for problem in witness.problems if "the bound is" in problem]

@@ -14,11 +14,11 @@ import pytest
 pytest.importorskip("ray", reason="the Ray runtime needs the extra `ray`")
 
 from dora_rl.core.errors import BundleError, StoreError
-from dora_rl.runtime.folder import RunFolder
-from dora_rl.runtime.scaling import scale
+from dora_rl.runtime.run_dir import RunDir
+from dora_rl.runtime.supervisor.scaling import scale
 from tests.chaos_ray import RayChaos
 from tests.engine import tiny
-from tests.engine.test_bundle import COUNT, halfway, unmoved
+from tests.engine.test_kv_transfer import COUNT, halfway, unmoved
 from tests.runtime.host import Host
 from tests.runtime.making import make_run, merged, settings
 from tests.runtime.ray_runs import Nodes, RayRun, ray_settings
@@ -41,7 +41,7 @@ def nodes() -> Iterator[Nodes]:
     nodes.close()
 
 
-def names(folder: RunFolder, kind: str) -> list[str]:
+def names(folder: RunDir, kind: str) -> list[str]:
     """Instances that an event of this kind was about, in order."""
     found = []
     for line in folder.events.read_text().splitlines() if folder.events.exists() else []:
@@ -52,7 +52,7 @@ def names(folder: RunFolder, kind: str) -> list[str]:
     return found
 
 
-def joined(folder: RunFolder) -> list[str]:
+def joined(folder: RunDir) -> list[str]:
     return names(folder, "InstanceJoined")
 
 
@@ -121,9 +121,9 @@ def test_faults_on_a_cluster(nodes: Nodes, base: Path) -> None:
 def test_requests_move_through_the_object_store(nodes: Nodes) -> None:
     import ray
 
-    from dora_rl.runtime.cluster.shelf import RayCarriage
+    from dora_rl.runtime.launch.ray.object_store import RayDataPlane
 
-    carriage = RayCarriage(ray.remote(_Keeper).options(num_cpus=0).remote())
+    carriage = RayDataPlane(ray.remote(_Keeper).options(num_cpus=0).remote())
     source, listener = halfway()
     here = list(source.progress().tokens)
     name = carriage.export(source, here)

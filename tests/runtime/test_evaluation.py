@@ -9,10 +9,10 @@ import pytest
 
 from dora_rl.engine.requests import Sampling
 from dora_rl.envs.data import Problem
-from dora_rl.runtime.evaluation import Evaluated, Evaluation
-from tests.runtime.test_world import Stage
+from dora_rl.runtime.supervisor.evaluation import Evaluated, Evaluation
+from tests.runtime.test_supervisor import Stage
 
-EVALUATION = "dora_rl.runtime.evaluation"
+EVALUATION = "dora_rl.runtime.supervisor.evaluation"
 
 
 class Store:

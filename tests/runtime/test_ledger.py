@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from dora_rl.core import commands as c
 from dora_rl.core import events as e
-from dora_rl.core.nouns import Prompt, SlotId
+from dora_rl.core.types import Prompt, SlotId
 from dora_rl.ledger.audit import compare_tables
-from dora_rl.ledger.derive import BARRIERS, GENERATED, SCORED, Statement
 from dora_rl.ledger.ledger import Ledger, connect, read_events, read_said
-from dora_rl.ledger.writing import SaidRow, gathered, merged
+from dora_rl.ledger.tables import BARRIERS, GENERATED, SCORED, Statement
+from dora_rl.ledger.writer import SaidRow, gathered, merged
 
 SLOT = SlotId("i0.1", 0)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from dora_rl.core.commands import StartGroup
 from dora_rl.core.events import Generated, Moved, Parked, TrajectoryFailed
 from dora_rl.ledger.ledger import connect, read_events
-from dora_rl.runtime.folder import RunFolder
+from dora_rl.runtime.run_dir import RunDir
 from tests.runtime.checks import broken
 from tests.runtime.host import Host
 from tests.runtime.making import PATIENCE, lines, make_run, merged, settings
@@ -70,7 +70,7 @@ class Waits:
 """
 
 
-def live(folder: RunFolder) -> int:
+def live(folder: RunDir) -> int:
     """The most versions that had running requests at once."""
     running: Counter[int] = Counter()
     version: dict[int, int] = {}

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from dora_rl.apps.audit import audited
-from dora_rl.apps.figures import rows
 from dora_rl.apps.summary import summarise
+from dora_rl.apps.summary_table import rows
 from dora_rl.core.config import build
 from dora_rl.core.errors import RunError
 from dora_rl.runtime.config import RunConfig
-from dora_rl.runtime.mismatch import Mismatch, limits
+from dora_rl.runtime.supervisor.mismatch import Mismatch, limits
 from dora_rl.trainer import checkpoint
 from tests.runtime.checks import broken
 from tests.runtime.host import Host

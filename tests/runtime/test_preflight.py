@@ -15,11 +15,11 @@ import pytest
 from dora_rl.apps.train import begin
 from dora_rl.core.config import build
 from dora_rl.core.errors import UserError
-from dora_rl.core.processes import alive
-from dora_rl.runtime import folder as folders
+from dora_rl.core.os_processes import alive
 from dora_rl.runtime import preflight
+from dora_rl.runtime import run_dir as folders
 from dora_rl.runtime.config import RunConfig
-from dora_rl.runtime.folder import RunFolder
+from dora_rl.runtime.run_dir import RunDir
 from tests.runtime.making import PATIENCE, merged, settings
 
 CODE = """
@@ -250,7 +250,7 @@ def test_a_disk_that_is_full_at_the_start_leaves_no_folder(job: Path, monkeypatc
 
     monkeypatch.setattr(folders, "sync", full)
     with pytest.raises(UserError, match="No space left on device"):
-        RunFolder.create(config(job, {}), job, "full")
+        RunDir.create(config(job, {}), job, "full")
     assert not (job / "runs" / "full").exists()
 
 

@@ -16,29 +16,29 @@ from dora_rl.apps.audit import audited
 from dora_rl.core.errors import UserError
 from dora_rl.ledger.ledger import Ledger
 from dora_rl.ledger.notes import CheckpointSaved, Configured, FilesSeen, SettingChanged
-from dora_rl.runtime.folder import RunFolder
-from dora_rl.runtime.manifest import checkpoint_names
+from dora_rl.runtime.checkpoint_manifest import checkpoint_names
 from dora_rl.runtime.provenance import Provenance
+from dora_rl.runtime.run_dir import RunDir
 from tests.runtime.checks import broken, fault_happened
 from tests.runtime.host import Host
 from tests.runtime.making import make_run, merged, settings
 
 
 @pytest.fixture(scope="module")
-def finished(host: Host, base: Path) -> RunFolder:
+def finished(host: Host, base: Path) -> RunDir:
     run = host.start(make_run(base, "provenance", settings(base, steps=3)))
     assert broken(run, run.wait(), 3) == []
     return run.folder
 
 
 @pytest.fixture
-def copy(finished: RunFolder, tmp_path: Path) -> RunFolder:
+def copy(finished: RunDir, tmp_path: Path) -> RunDir:
     """A copy of a finished run, to be tampered with."""
     shutil.copytree(finished.path, tmp_path / "run")
-    return RunFolder(tmp_path / "run")
+    return RunDir(tmp_path / "run")
 
 
-def edit(folder: RunFolder, *path: str, value: Any) -> None:
+def edit(folder: RunDir, *path: str, value: Any) -> None:
     """Change a setting behind the run's back."""
     document = json.loads(folder.config.read_text())
     node = document["config"]
@@ -48,7 +48,7 @@ def edit(folder: RunFolder, *path: str, value: Any) -> None:
     folder.config.write_text(json.dumps(document))
 
 
-def figures(folder: RunFolder) -> dict[str, str]:
+def figures(folder: RunDir) -> dict[str, str]:
     return {figure.name.strip(): figure.value for figure in audited(folder).figures}
 
 
@@ -65,7 +65,7 @@ def figures(folder: RunFolder) -> dict[str, str]:
     ],
 )
 def test_an_edited_config_is_refused_and_named_by_the_audit(
-    host: Host, copy: RunFolder, path: tuple[str, ...], value: Any, said: str
+    host: Host, copy: RunDir, path: tuple[str, ...], value: Any, said: str
 ) -> None:
     before = copy.config.read_text()
     edit(copy, *path, value=value)
@@ -78,7 +78,7 @@ def test_an_edited_config_is_refused_and_named_by_the_audit(
     assert audited(copy).problems == []
 
 
-def test_an_edited_base_folder_is_refused(host: Host, copy: RunFolder, tmp_path: Path) -> None:
+def test_an_edited_base_folder_is_refused(host: Host, copy: RunDir, tmp_path: Path) -> None:
     document = json.loads(copy.config.read_text())
     shutil.copytree(document["base"], tmp_path / "other", ignore=shutil.ignore_patterns("runs"))
     copy.config.write_text(json.dumps(document | {"base": str(tmp_path / "other")}))
@@ -88,7 +88,7 @@ def test_an_edited_base_folder_is_refused(host: Host, copy: RunFolder, tmp_path:
     assert any("base folder" in problem for problem in audited(copy).problems)
 
 
-def test_a_change_that_is_allowed_is_written_down(host: Host, copy: RunFolder) -> None:
+def test_a_change_that_is_allowed_is_written_down(host: Host, copy: RunDir) -> None:
     outcome = host.start(copy, settings=["rollout.instances=3", "mismatch.warn=0.5"]).wait()
     assert outcome["code"] == 0
     assert "rollout.instances: 2 -> 3" in outcome["notices"]
@@ -101,7 +101,7 @@ def test_a_change_that_is_allowed_is_written_down(host: Host, copy: RunFolder) -
     assert again["notices"] == [], "it is compared with what it was changed to"
 
 
-def test_the_ledger_has_the_config_from_the_start(finished: RunFolder) -> None:
+def test_the_ledger_has_the_config_from_the_start(finished: RunDir) -> None:
     first = audited(finished).notes[0].note
     assert isinstance(first, Configured)
     assert first.config == finished.settings()
@@ -196,7 +196,7 @@ TAMPERED: dict[str, tuple[str, Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("name", TAMPERED)
 @pytest.mark.parametrize("which", [0, -1])
-def test_a_checkpoint_that_was_tampered_with_is_named(copy: RunFolder, name: str, which: int) -> None:
+def test_a_checkpoint_that_was_tampered_with_is_named(copy: RunDir, name: str, which: int) -> None:
     file, tamper, said = TAMPERED[name]
     checkpoint = checkpoint_names(copy.checkpoints)[which]
     tamper(copy.checkpoints / checkpoint / file)
@@ -206,21 +206,21 @@ def test_a_checkpoint_that_was_tampered_with_is_named(copy: RunFolder, name: str
     assert len(audited(copy).problems) == 1
 
 
-def test_a_missing_checkpoint_is_named(copy: RunFolder) -> None:
+def test_a_missing_checkpoint_is_named(copy: RunDir) -> None:
     for name in checkpoint_names(copy.checkpoints):
         shutil.move(copy.checkpoints / name, copy.path / name)
         assert audited(copy).problems == [f"checkpoint {name} is missing"]
         shutil.move(copy.path / name, copy.checkpoints / name)
 
 
-def test_a_checkpoint_from_elsewhere_is_named(copy: RunFolder) -> None:
+def test_a_checkpoint_from_elsewhere_is_named(copy: RunDir) -> None:
     for name in ("version-00000002.7", "version-00000009.0"):
         shutil.copytree(copy.checkpoints / checkpoint_names(copy.checkpoints)[-1], copy.checkpoints / name)
         assert f"checkpoint {name} is not in the ledger" in audited(copy).problems
         shutil.rmtree(copy.checkpoints / name)
 
 
-def forget_last_checkpoint(folder: RunFolder) -> str:
+def forget_last_checkpoint(folder: RunDir) -> str:
     """As if the supervisor was killed between the checkpoint and the ledger's next write."""
     saved = [one for one in audited(folder).notes if isinstance(one.note, CheckpointSaved)]
     connection = sqlite3.connect(folder.ledger)
@@ -231,7 +231,7 @@ def forget_last_checkpoint(folder: RunFolder) -> str:
     return saved[-1].note.name
 
 
-def test_a_checkpoint_that_the_ledger_missed_is_recorded_on_resume(host: Host, copy: RunFolder) -> None:
+def test_a_checkpoint_that_the_ledger_missed_is_recorded_on_resume(host: Host, copy: RunDir) -> None:
     name = forget_last_checkpoint(copy)
     assert audited(copy).problems == [], "it vouches for itself"
     assert host.start(copy).wait()["code"] == 0
@@ -251,7 +251,7 @@ def test_a_checkpoint_whose_trainer_is_lost_before_it_reports_is_recorded_by_the
     assert len(saved) == len(set(saved)), "one that is known was recorded again, so that it vouches for itself"
 
 
-def test_a_checkpoint_that_the_ledger_missed_is_checked_too(copy: RunFolder) -> None:
+def test_a_checkpoint_that_the_ledger_missed_is_checked_too(copy: RunDir) -> None:
     name = forget_last_checkpoint(copy)
     flip(copy.checkpoints / name / "policy" / "model.safetensors")
     assert audited(copy).problems == [f"checkpoint {name}: policy/model.safetensors was changed"]

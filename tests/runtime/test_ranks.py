@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from dora_rl.runtime.folder import RunFolder
+from dora_rl.runtime.run_dir import RunDir
 from tests.runtime.checks import broken, final_weights, wait_for_events
 from tests.runtime.host import Host
 from tests.runtime.making import make_run, merged, settings
@@ -16,7 +16,7 @@ from tests.runtime.test_recovery import batches
 STEPS = 3
 
 
-def alike(ours: RunFolder, theirs: RunFolder) -> bool:
+def alike(ours: RunDir, theirs: RunDir) -> bool:
     a, b = final_weights(ours), final_weights(theirs)
     return a.keys() == b.keys() and all(torch.allclose(a[name], b[name], rtol=0, atol=1e-5) for name in a)
 

@@ -19,7 +19,7 @@ import torch
 from dora_rl.apps.audit import audited
 from dora_rl.core import commands as c
 from dora_rl.ledger.ledger import connect, read_events
-from dora_rl.runtime.folder import RunFolder
+from dora_rl.runtime.run_dir import RunDir
 from dora_rl.trainer import checkpoint
 from tests.runtime.checks import broken, fault_happened, final_weights, leftovers, strike, wait_for, wait_for_events
 from tests.runtime.host import Host, Supervisor
@@ -209,7 +209,7 @@ def test_reward_that_kills_its_process_is_asked_again(host: Host, base: Path) ->
     assert verdicts(run.folder) == []
 
 
-def verdicts(folder: RunFolder) -> list[str]:
+def verdicts(folder: RunDir) -> list[str]:
     connection = connect(folder.ledger)
     found = [row[0] for row in connection.execute("SELECT failed FROM trajectories WHERE failed IS NOT NULL")]
     connection.close()
@@ -276,7 +276,7 @@ def test_power_loss(host: Host, base: Path) -> None:
     )
 
 
-def forget_unsynced(folder: RunFolder, dice: random.Random) -> None:
+def forget_unsynced(folder: RunDir, dice: random.Random) -> None:
     """As after a power cut: a torn last frame in the WAL, files that were never synced cut anywhere."""
     wal = folder.path / "ledger.db-wal"
     if wal.exists():
@@ -323,19 +323,19 @@ def test_clock_jumps_are_survived(host: Host, base: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(host: Host, base: Path) -> RunFolder:
+def whole(host: Host, base: Path) -> RunDir:
     """A synchronous run that nothing has happened to. One thread: with more, sums come out in another order."""
     run = begin(host, base, "whole", {"control": {"mode": "sync"}})
     finish(run)
     return run.folder
 
 
-def same_weights(ours: RunFolder, theirs: RunFolder) -> bool:
+def same_weights(ours: RunDir, theirs: RunDir) -> bool:
     a, b = final_weights(ours), final_weights(theirs)
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def batches(folder: RunFolder) -> dict[int, list[str]]:
+def batches(folder: RunDir) -> dict[int, list[str]]:
     """Prompts of each step, in order of admission."""
     connection = sqlite3.connect(folder.ledger)
     found: dict[int, list[str]] = {}
@@ -345,7 +345,7 @@ def batches(folder: RunFolder) -> dict[int, list[str]]:
     return found
 
 
-def test_weights_after_kill_and_resume_are_the_same(host: Host, base: Path, whole: RunFolder) -> None:
+def test_weights_after_kill_and_resume_are_the_same(host: Host, base: Path, whole: RunDir) -> None:
     run = begin(host, base, "sync-killed", {"control": {"mode": "sync"}})
     dice = random.Random(11)
     for place in ("trainer", "i0", None):
@@ -357,7 +357,7 @@ def test_weights_after_kill_and_resume_are_the_same(host: Host, base: Path, whol
     assert same_weights(run.folder, whole)
 
 
-def test_no_staleness_is_synchronous_training(host: Host, base: Path, whole: RunFolder) -> None:
+def test_no_staleness_is_synchronous_training(host: Host, base: Path, whole: RunDir) -> None:
     run = begin(host, base, "dora-0", {"control": {"mode": "dora", "max_staleness": 0}})
     finish(run)
     assert batches(run.folder) == batches(whole)

@@ -10,11 +10,11 @@ pytest.importorskip("ray", reason="the Ray runtime needs the extra `ray`")
 
 from dora_rl.core.config import build
 from dora_rl.core.errors import ConfigError
-from dora_rl.runtime.cluster import nodes
-from dora_rl.runtime.cluster.start import _cpus
 from dora_rl.runtime.config import RunConfig
+from dora_rl.runtime.launch.ray import nodes
+from dora_rl.runtime.launch.ray.init import _cpus
 from tests.runtime.making import merged
-from tests.runtime.test_world import TREE
+from tests.runtime.test_supervisor import TREE
 
 
 def config(**other: Any) -> RunConfig:

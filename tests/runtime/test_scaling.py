@@ -12,14 +12,14 @@ from dora_rl.core import events as e
 from dora_rl.core.errors import UserError
 from dora_rl.ledger.ledger import connect, read_events
 from dora_rl.ledger.notes import SettingChanged
-from dora_rl.runtime.folder import RunFolder
-from dora_rl.runtime.scaling import scale
+from dora_rl.runtime.run_dir import RunDir
+from dora_rl.runtime.supervisor.scaling import scale
 from tests.runtime.checks import broken, wait_for, wait_for_events
 from tests.runtime.host import Host
 from tests.runtime.making import make_run, merged, settings
 
 
-def instances(folder: RunFolder) -> tuple[set[str], set[str]]:
+def instances(folder: RunDir) -> tuple[set[str], set[str]]:
     """Places that joined, and instances that were lost."""
     connection = connect(folder.ledger)
     log = [logged.event for logged in read_events(connection)]

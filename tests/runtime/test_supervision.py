@@ -15,16 +15,16 @@ import tomli_w
 from dora_rl.apps.audit import audited
 from dora_rl.core.config import build
 from dora_rl.runtime.config import RunConfig
-from dora_rl.runtime.folder import RunFolder
-from dora_rl.runtime.hosting import LocalHost
-from dora_rl.runtime.nursery import Nursery
-from dora_rl.runtime.processes import Process, Processes
+from dora_rl.runtime.launch.backend import LocalBackend
+from dora_rl.runtime.launch.fork_server import ForkServer
+from dora_rl.runtime.launch.process_manager import ProcessManager, WorkerProcess
+from dora_rl.runtime.run_dir import RunDir
 from tests.runtime.checks import broken, leftovers, wait_for, wait_for_events
 from tests.runtime.host import Host, Supervisor
 from tests.runtime.making import PATIENCE, make_run, merged, settings
 
 
-class NoNursery(Nursery):
+class NoNursery(ForkServer):
     """Forks nobody."""
 
     def __init__(self) -> None: ...
@@ -101,11 +101,11 @@ def test_a_policy_that_has_overflowed_ends_the_run(host: Host, base: Path) -> No
 
 def test_same_cause_counts_however_long_a_process_lives(tmp_path: Path) -> None:
     tree = merged(settings(tmp_path), {"supervision": {"restarts": 2}})
-    folder = RunFolder(tmp_path)
-    processes = Processes(folder, build(RunConfig, tree), LocalHost(folder, NoNursery()), 0, {})
+    folder = RunDir(tmp_path)
+    processes = ProcessManager(folder, build(RunConfig, tree), LocalBackend(folder, NoNursery()), 0, {})
 
     def lives(cause: str) -> list[bool]:
-        process = Process("trainer", "trainer")
+        process = WorkerProcess("trainer", "trainer")
         again = []
         for _ in range(5):
             process.said = cause
@@ -127,7 +127,7 @@ def test_command_line(host: Host, base: Path, tmp_path: Path) -> None:
         return [sys.executable, "-m", "dora_rl.apps.cli", *map(str, arguments)]
 
     started = subprocess.Popen(command("train", config, "--name", "cli"), stdout=subprocess.PIPE, text=True)
-    run = Supervisor(started.pid, RunFolder(tmp_path / "cli"))
+    run = Supervisor(started.pid, RunDir(tmp_path / "cli"))
     assert wait_for_events(run, 15)
     started.send_signal(signal.SIGINT)
     said, _ = started.communicate(timeout=PATIENCE)

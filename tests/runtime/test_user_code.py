@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from dora_rl.core.errors import RunError
-from dora_rl.core.processes import descendants, end_descendants
+from dora_rl.core.os_processes import descendants, end_descendants
 from dora_rl.envs.config import EnvironmentConfig, RewardConfig
 from dora_rl.envs.data import Problem
 from dora_rl.ledger.ledger import connect
-from dora_rl.runtime.folder import RunFolder
-from dora_rl.runtime.reward_guard import PROMPTS, RewardGuard
+from dora_rl.runtime.run_dir import RunDir
+from dora_rl.runtime.supervisor.reward_guard import PROMPTS, RewardGuard
 from dora_rl.runtime.trial import Trial
 from tests.runtime.checks import broken, leftovers, wait_for_events
 from tests.runtime.host import Host, Supervisor, alive
@@ -103,7 +103,7 @@ def eventually(check: Callable[[], object]) -> bool:
     return False
 
 
-def failures(folder: RunFolder) -> set[tuple[str, str]]:
+def failures(folder: RunDir) -> set[tuple[str, str]]:
     """Verdicts: the key of the prompt without its epoch, and the reason."""
     query = 'SELECT t.failed, g.prompt FROM trajectories t JOIN groups g ON t."group" = g.id WHERE t.failed IS NOT NULL'
     with connect(folder.ledger) as connection:

@@ -27,13 +27,13 @@ Table: TypeAlias = dict[str, Row]
 SECTION = "a section: its keys have rows of their own"
 
 RUN: Table = {
-    "model": Row("runtime.trainer:TrainerProcess.__init__", why=SECTION),
+    "model": Row("runtime.workers.trainer:TrainerWorker.__init__", why=SECTION),
     "model.path": Row("models.loading:load", "models/test_loading.py::test_a_folder_gives_back_what_was_saved"),
     "model.device": Row("models.loading:load", "models/test_loading.py::test_a_missing_device_is_told"),
     "model.dtype": Row("models.loading:load", "models/test_loading.py::test_the_dtype_is_what_was_asked_for"),
-    "data": Row("runtime.run:Run._wire", why=SECTION),
-    "data.source": Row("envs.rows:rows", "envs/test_data.py::test_every_source_gives_the_same_problems"),
-    "data.params": Row("envs.rows:_function", "envs/test_data.py::test_every_source_gives_the_same_problems"),
+    "data": Row("runtime.supervisor.run:Run._wire", why=SECTION),
+    "data.source": Row("envs.row_readers:rows", "envs/test_data.py::test_every_source_gives_the_same_problems"),
+    "data.params": Row("envs.row_readers:_function", "envs/test_data.py::test_every_source_gives_the_same_problems"),
     "data.prompt": Row("envs.data:_prompt", "envs/test_data.py::test_columns_can_have_other_names"),
     "data.answer": Row("envs.data:_answer", "envs/test_data.py::test_columns_can_have_other_names"),
     "data.system": Row("envs.data:_prompt", "envs/test_data.py::test_a_system_message_makes_a_chat"),
@@ -45,144 +45,158 @@ RUN: Table = {
     "data.seed": Row(
         "envs.data:load", "settings/test_supervisor.py::test_prompts_come_in_the_order_of_the_data_settings"
     ),
-    "data.size": Row("envs.rows:_reasoning_gym", "envs/test_data.py::test_every_source_gives_the_same_problems"),
+    "data.size": Row("envs.row_readers:_reasoning_gym", "envs/test_data.py::test_every_source_gives_the_same_problems"),
     "data.epochs": Row("envs.data:load", "settings/test_supervisor.py::test_prompts_end_with_their_epochs"),
-    "reward": Row("runtime.judge:serve", why=SECTION),
+    "reward": Row("runtime.workers.reward:serve", why=SECTION),
     "reward.functions": Row(
         "envs.rewards:_resolve", "settings/test_supervisor.py::test_the_judge_weighs_functions_as_told"
     ),
     "reward.weights": Row(
-        "envs.rewards:Judge.__init__", "settings/test_supervisor.py::test_the_judge_weighs_functions_as_told"
+        "envs.rewards:RewardScorer.__init__", "settings/test_supervisor.py::test_the_judge_weighs_functions_as_told"
     ),
     "reward.timeout_seconds": Row(
-        "runtime.doing:Doing._score", "settings/test_supervisor.py::test_a_question_is_due_after_its_timeout"
+        "runtime.supervisor.doing:Doing._score", "settings/test_supervisor.py::test_a_question_is_due_after_its_timeout"
     ),
     "reward.workers": Row(
-        "runtime.world:ProcessWorld.__init__",
+        "runtime.supervisor.supervisor:Supervisor.__init__",
         "settings/test_supervisor.py::test_there_are_as_many_processes_as_asked_for",
     ),
     "reward.at_once": Row(
-        "runtime.world:ProcessWorld.__init__",
+        "runtime.supervisor.supervisor:Supervisor.__init__",
         "settings/test_supervisor.py::test_a_judge_is_asked_so_many_questions_at_once",
     ),
-    "environment": Row("runtime.judge:serve", why=SECTION),
+    "environment": Row("runtime.workers.reward:serve", why=SECTION),
     "environment.kind": Row(
         "envs.environment:Environments.__init__",
-        "runtime/test_turns.py::test_turns_are_whole_also_when_a_process_is_lost",
+        "runtime/test_env_sessions.py::test_turns_are_whole_also_when_a_process_is_lost",
     ),
     "environment.params": Row(
         "envs.environment:Environments.begin",
-        "runtime/test_turns.py::test_a_worker_asks_as_many_environments_at_once_as_it_may",
+        "runtime/test_env_sessions.py::test_a_worker_asks_as_many_environments_at_once_as_it_may",
     ),
     "environment.max_turns": Row(
         "envs.environment:Environments.begin",
         "envs/test_environment.py::test_turns_are_counted_and_the_last_has_no_observation",
     ),
     "environment.timeout_seconds": Row(
-        "runtime.doing:Doing.__init__", "settings/test_supervisor.py::test_a_question_is_due_after_its_timeout"
+        "runtime.supervisor.doing:Doing.__init__",
+        "settings/test_supervisor.py::test_a_question_is_due_after_its_timeout",
     ),
     "environment.at_once": Row(
-        "runtime.world:ProcessWorld.__init__",
+        "runtime.supervisor.supervisor:Supervisor.__init__",
         "settings/test_supervisor.py::test_a_judge_is_asked_so_many_questions_at_once",
     ),
-    "control": Row("runtime.run:Run._wire", why=SECTION),
+    "control": Row("runtime.supervisor.run:Run._wire", why=SECTION),
     "control.mode": Row(
-        "control.modes:make_mode", "settings/test_supervisor.py::test_groups_are_admitted_as_mode_and_bound_say"
+        "orchestrator.modes:make_mode", "settings/test_supervisor.py::test_groups_are_admitted_as_mode_and_bound_say"
     ),
     "control.max_staleness": Row(
-        "control.modes:make_mode", "settings/test_supervisor.py::test_groups_are_admitted_as_mode_and_bound_say"
+        "orchestrator.modes:make_mode", "settings/test_supervisor.py::test_groups_are_admitted_as_mode_and_bound_say"
     ),
     "control.groups_per_step": Row(
-        "control.training:Training._complete",
+        "orchestrator.trainer_state:TrainerState._complete",
         "settings/test_supervisor.py::test_groups_are_admitted_as_mode_and_bound_say",
     ),
     "control.group_size": Row(
-        "control.rollout:Rollout.start", "settings/test_supervisor.py::test_a_group_has_so_many_siblings"
+        "orchestrator.request_scheduler:RequestScheduler.start",
+        "settings/test_supervisor.py::test_a_group_has_so_many_siblings",
     ),
     "control.steps": Row(
-        "control.context:Context.drained", "settings/test_supervisor.py::test_no_more_groups_than_the_steps_need"
+        "orchestrator.context:Context.drained", "settings/test_supervisor.py::test_no_more_groups_than_the_steps_need"
     ),
     "control.max_response_tokens": Row(
-        "runtime.doing:Doing.__init__", "settings/test_sampling.py::test_no_response_is_longer_than_asked_for"
+        "runtime.supervisor.doing:Doing.__init__",
+        "settings/test_sampling.py::test_no_response_is_longer_than_asked_for",
     ),
     "control.min_survivors": Row(
-        "control.context:Context.__init__", "settings/test_supervisor.py::test_a_group_with_too_few_survivors_fails"
+        "orchestrator.context:Context.__init__",
+        "settings/test_supervisor.py::test_a_group_with_too_few_survivors_fails",
     ),
     "control.placement": Row(
-        "control.partition:Partition.__init__",
+        "orchestrator.slot_assignment:SlotAssignment.__init__",
         "settings/test_simulation.py::test_every_setting_changes_what_is_predicted",
     ),
     "control.admission": Row(
-        "control.context:Context.just_in_time",
+        "orchestrator.context:Context.just_in_time",
         "settings/test_simulation.py::test_every_setting_changes_what_is_predicted",
     ),
     "control.stream": Row(
-        "control.training:Training._streaming", "settings/test_supervisor.py::test_groups_are_streamed_only_if_told"
+        "orchestrator.trainer_state:TrainerState._streaming",
+        "settings/test_supervisor.py::test_groups_are_streamed_only_if_told",
     ),
     "control.rebalance_seconds": Row(
-        "control.orchestrator:Orchestrator._expire",
+        "orchestrator.orchestrator:Orchestrator._expire",
         "settings/test_simulation.py::test_every_setting_changes_what_is_predicted",
     ),
     "control.kv_reserve_tokens": Row(
-        "control.admission:Admission._admission_tokens",
+        "orchestrator.admission:Admission._admission_tokens",
         "settings/test_supervisor.py::test_admission_leaves_room_as_told",
     ),
     "control.kv_headroom": Row(
-        "control.admission:Admission._roomiest", "settings/test_supervisor.py::test_admission_leaves_room_as_told"
+        "orchestrator.admission:Admission._roomiest", "settings/test_supervisor.py::test_admission_leaves_room_as_told"
     ),
     "control.pack_limit": Row(
-        "control.partition:Partition._facts",
+        "orchestrator.slot_assignment:SlotAssignment._facts",
         why="how tightly requests are packed on slots moves them, but changes no result; not shown by a test",
     ),
-    "control.deadlines": Row("runtime.world:ProcessWorld._deadlines", why=SECTION),
+    "control.deadlines": Row("runtime.supervisor.supervisor:Supervisor._deadlines", why=SECTION),
     "control.deadlines.load": Row(
-        "control.partition:Partition._load", "settings/test_supervisor.py::test_a_wait_ends_at_its_deadline"
+        "orchestrator.slot_assignment:SlotAssignment._load",
+        "settings/test_supervisor.py::test_a_wait_ends_at_its_deadline",
     ),
     "control.deadlines.move": Row(
-        "control.rollout:Rollout.move", "test_promises.py::test_promises_hold_under_random_faults"
+        "orchestrator.request_scheduler:RequestScheduler.move",
+        "test_promises.py::test_promises_hold_under_random_faults",
     ),
     "control.deadlines.score": Row(
-        "control.rollout:Rollout.generated", "settings/test_supervisor.py::test_a_wait_ends_at_its_deadline"
+        "orchestrator.request_scheduler:RequestScheduler.generated",
+        "settings/test_supervisor.py::test_a_wait_ends_at_its_deadline",
     ),
     "control.deadlines.tool": Row(
-        "control.rollout:Rollout.parked", "settings/test_supervisor.py::test_a_wait_ends_at_its_deadline"
+        "orchestrator.request_scheduler:RequestScheduler.parked",
+        "settings/test_supervisor.py::test_a_wait_ends_at_its_deadline",
     ),
     "control.deadlines.progress": Row(
-        "control.orchestrator:Orchestrator._progress_due",
+        "orchestrator.orchestrator:Orchestrator._progress_due",
         "settings/test_supervisor.py::test_a_wait_ends_at_its_deadline",
     ),
     "control.deadlines.train": Row(
-        "control.training:Training._enter", "settings/test_supervisor.py::test_a_wait_ends_at_its_deadline"
+        "orchestrator.trainer_state:TrainerState._enter",
+        "settings/test_supervisor.py::test_a_wait_ends_at_its_deadline",
     ),
     "control.deadlines.stall": Row(
-        "control.orchestrator:Orchestrator._watch", "settings/test_supervisor.py::test_a_wait_ends_at_its_deadline"
+        "orchestrator.orchestrator:Orchestrator._watch", "settings/test_supervisor.py::test_a_wait_ends_at_its_deadline"
     ),
     "control.deadlines.heartbeat": Row(
-        "runtime.world:ProcessWorld._look",
+        "runtime.supervisor.supervisor:Supervisor._look",
         "settings/test_supervisor.py::test_an_instance_that_is_silent_for_a_heartbeat_is_lost",
     ),
-    "sampling": Row("runtime.doing:Doing.__init__", why=SECTION),
+    "sampling": Row("runtime.supervisor.doing:Doing.__init__", why=SECTION),
     "sampling.temperature": Row(
-        "runtime.doing:Doing.__init__", "settings/test_sampling.py::test_log_probs_are_of_the_temperature"
+        "runtime.supervisor.doing:Doing.__init__", "settings/test_sampling.py::test_log_probs_are_of_the_temperature"
     ),
     "sampling.top_p": Row(
-        "runtime.doing:Doing.__init__",
+        "runtime.supervisor.doing:Doing.__init__",
         "settings/test_sampling.py::test_top_p_keeps_the_likeliest_that_have_it_together",
     ),
-    "sampling.top_k": Row("runtime.doing:Doing.__init__", "settings/test_sampling.py::test_top_k_keeps_so_many"),
+    "sampling.top_k": Row(
+        "runtime.supervisor.doing:Doing.__init__", "settings/test_sampling.py::test_top_k_keeps_so_many"
+    ),
     "sampling.min_p": Row(
-        "runtime.doing:Doing.__init__", "settings/test_sampling.py::test_min_p_keeps_what_is_so_likely"
+        "runtime.supervisor.doing:Doing.__init__", "settings/test_sampling.py::test_min_p_keeps_what_is_so_likely"
     ),
     "sampling.stop": Row(
-        "runtime.doing:Doing.__init__", "settings/test_sampling.py::test_a_response_ends_at_a_stop_string"
+        "runtime.supervisor.doing:Doing.__init__", "settings/test_sampling.py::test_a_response_ends_at_a_stop_string"
     ),
-    "rollout": Row("runtime.engines:make_engine", why=SECTION),
+    "rollout": Row("runtime.workers.engine_factory:make_engine", why=SECTION),
     "rollout.instances": Row(
-        "runtime.scaling:Scaling._written", "settings/test_supervisor.py::test_there_are_as_many_processes_as_asked_for"
+        "runtime.supervisor.scaling:Scaling._written",
+        "settings/test_supervisor.py::test_there_are_as_many_processes_as_asked_for",
     ),
-    "rollout.engine": Row("runtime.engines:make_engine", why=SECTION),
+    "rollout.engine": Row("runtime.workers.engine_factory:make_engine", why=SECTION),
     "rollout.engine.kind": Row(
-        "runtime.engines:make_engine", "engine/test_vllm_settings.py::test_without_vllm_a_run_says_how_to_install_it"
+        "runtime.workers.engine_factory:make_engine",
+        "engine/test_vllm_settings.py::test_without_vllm_a_run_says_how_to_install_it",
     ),
     "rollout.engine.slots": Row(
         "engine.engine:Engine.__init__", "settings/test_instance.py::test_an_instance_says_what_room_it_was_given"
@@ -200,7 +214,7 @@ RUN: Table = {
         "engine.scheduler:Scheduler._to_host", "engine/test_memory.py::test_recomputation_only_when_the_host_is_full"
     ),
     "rollout.engine.block_size": Row(
-        "engine.choice:choose", "settings/test_instance.py::test_an_instance_says_what_room_it_was_given"
+        "engine.kernel_choice:choose", "settings/test_instance.py::test_an_instance_says_what_room_it_was_given"
     ),
     "rollout.engine.prefill_chunk": Row(
         "engine.scheduler:Scheduler._chunks", "settings/test_instance.py::test_prompts_are_computed_in_chunks"
@@ -209,16 +223,17 @@ RUN: Table = {
         "engine.engine:Engine.__init__", "settings/test_instance.py::test_tokens_are_reported_as_often_as_told"
     ),
     "rollout.engine.stretch": Row(
-        "engine.compute:Computing._turn", "engine/test_schedules.py::test_a_stretch_is_several_steps"
+        "engine.step_execution:StepExecutor._turn", "engine/test_schedules.py::test_a_stretch_is_several_steps"
     ),
     "rollout.engine.probe_tolerance": Row(
         "engine.engine:Engine.__init__", "engine/test_probed_loads.py::test_a_wider_tolerance_can_be_set"
     ),
     "rollout.engine.threads": Row(
-        "runtime.engines:make_engine", "settings/test_instance.py::test_threads_of_an_engine_are_its_own_if_set"
+        "runtime.workers.engine_factory:make_engine",
+        "settings/test_instance.py::test_threads_of_an_engine_are_its_own_if_set",
     ),
     "rollout.engine.kernels": Row(
-        "engine.choice:choose", "settings/test_instance.py::test_kernels_are_those_asked_for"
+        "engine.kernel_choice:choose", "settings/test_instance.py::test_kernels_are_those_asked_for"
     ),
     "rollout.engine.vllm": Row("engine.vllm.core:arguments", why=SECTION),
     "rollout.engine.vllm.enforce_eager": Row(
@@ -240,14 +255,16 @@ RUN: Table = {
         "engine.vllm.core:arguments", "settings/test_vllm.py::test_vllm_gets_its_arguments"
     ),
     "rollout.engine.vllm.prove": Row(
-        "runtime.engines:_vllm", "settings/test_vllm.py::test_weights_are_proven_unless_told_otherwise"
+        "runtime.workers.engine_factory:_vllm", "settings/test_vllm.py::test_weights_are_proven_unless_told_otherwise"
     ),
     "rollout.heartbeat_seconds": Row(
-        "runtime.instance:Instance.__init__", "settings/test_instance.py::test_an_instance_speaks_once_a_heartbeat"
+        "runtime.workers.rollout:RolloutWorker.__init__",
+        "settings/test_instance.py::test_an_instance_speaks_once_a_heartbeat",
     ),
-    "trainer": Row("runtime.trainer:TrainerProcess.__init__", why=SECTION),
+    "trainer": Row("runtime.workers.trainer:TrainerWorker.__init__", why=SECTION),
     "trainer.ranks": Row(
-        "runtime.world:ProcessWorld.begin", "settings/test_supervisor.py::test_there_are_as_many_processes_as_asked_for"
+        "runtime.supervisor.supervisor:Supervisor.begin",
+        "settings/test_supervisor.py::test_there_are_as_many_processes_as_asked_for",
     ),
     "trainer.algorithm": Row("trainer.trainer:Trainer._loss", why=SECTION),
     "trainer.algorithm.name": Row(
@@ -284,7 +301,7 @@ RUN: Table = {
         "trainer.objective:micro_loss", "settings/test_training.py::test_another_value_gives_other_weights"
     ),
     "trainer.algorithm.no_signal": Row(
-        "trainer.step:OpenStep.score", "settings/test_training.py::test_another_value_gives_other_weights"
+        "trainer.open_step:OpenStep.score", "settings/test_training.py::test_another_value_gives_other_weights"
     ),
     "trainer.optimiser": Row("trainer.trainer:Trainer.__init__", why=SECTION),
     "trainer.optimiser.learning_rate": Row(
@@ -319,17 +336,18 @@ RUN: Table = {
     ),
     "trainer.lora": Row("trainer.trainer:Trainer.__init__", why=SECTION),
     "trainer.lora.rank": Row(
-        "trainer.adapter:adapt", "settings/test_training.py::test_another_value_gives_other_weights"
+        "trainer.trainable:adapt", "settings/test_training.py::test_another_value_gives_other_weights"
     ),
     "trainer.lora.alpha": Row(
-        "trainer.adapter:adapt", "settings/test_training.py::test_the_scale_of_an_adapter_is_alpha_over_rank"
+        "trainer.trainable:adapt", "settings/test_training.py::test_the_scale_of_an_adapter_is_alpha_over_rank"
     ),
     "trainer.lora.targets": Row(
-        "trainer.adapter:adapt", "settings/test_training.py::test_another_value_gives_other_weights"
+        "trainer.trainable:adapt", "settings/test_training.py::test_another_value_gives_other_weights"
     ),
     "trainer.moe": Row("trainer.trainer:Trainer.__init__", why=SECTION),
     "trainer.moe.replay_routing": Row(
-        "runtime.doing:Doing._request", "settings/test_instance.py::test_experts_are_recorded_only_to_be_replayed"
+        "runtime.supervisor.doing:Doing._request",
+        "settings/test_instance.py::test_experts_are_recorded_only_to_be_replayed",
     ),
     "trainer.moe.auxiliary_loss": Row(
         "trainer.trainer:Trainer._loss", "trainer/test_moe.py::test_load_is_measured_and_balancing_pulls_on_the_routers"
@@ -351,124 +369,127 @@ RUN: Table = {
     "trainer.precision": Row(
         "trainer.trainer:Trainer._precision", "settings/test_training.py::test_another_value_gives_other_weights"
     ),
-    "mismatch": Row("runtime.mismatch:limits", why=SECTION),
+    "mismatch": Row("runtime.supervisor.mismatch:limits", why=SECTION),
     "mismatch.warn": Row(
-        "runtime.mismatch:limits",
+        "runtime.supervisor.mismatch:limits",
         "runtime/test_mismatch.py::test_a_run_warns_on_the_terminal_in_the_table_and_as_a_metric",
     ),
     "mismatch.stop": Row(
-        "runtime.mismatch:limits",
+        "runtime.supervisor.mismatch:limits",
         "runtime/test_mismatch.py::test_a_run_stops_before_it_publishes_and_can_be_resumed",
     ),
-    "evaluation": Row("runtime.run:Run._evaluate", why=SECTION),
+    "evaluation": Row("runtime.supervisor.run:Run._evaluate", why=SECTION),
     "evaluation.every": Row(
-        "runtime.noting:Noting.evaluate", "settings/test_supervisor.py::test_versions_are_evaluated_as_often_as_told"
+        "runtime.supervisor.noting:Noting.evaluate",
+        "settings/test_supervisor.py::test_versions_are_evaluated_as_often_as_told",
     ),
     "evaluation.data": Row(
-        "runtime.evaluation:held_out_problems", "settings/test_supervisor.py::test_evaluation_may_have_data_of_its_own"
+        "runtime.supervisor.evaluation:held_out_problems",
+        "settings/test_supervisor.py::test_evaluation_may_have_data_of_its_own",
     ),
     "evaluation.samples": Row(
-        "runtime.run:Run._evaluate", "settings/test_sampling.py::test_evaluation_samples_as_its_own_settings_say"
+        "runtime.supervisor.run:Run._evaluate",
+        "settings/test_sampling.py::test_evaluation_samples_as_its_own_settings_say",
     ),
     "evaluation.temperature": Row(
-        "runtime.run:Run._evaluate", "settings/test_sampling.py::test_evaluation_samples_as_its_own_settings_say"
+        "runtime.supervisor.run:Run._evaluate",
+        "settings/test_sampling.py::test_evaluation_samples_as_its_own_settings_say",
     ),
     "evaluation.right": Row(
-        "runtime.run:Run._evaluate", "settings/test_supervisor.py::test_what_counts_as_right_is_as_told"
+        "runtime.supervisor.run:Run._evaluate", "settings/test_supervisor.py::test_what_counts_as_right_is_as_told"
     ),
-    "checkpoint": Row("runtime.trainer:TrainerProcess._hear", why=SECTION),
+    "checkpoint": Row("runtime.workers.trainer:TrainerWorker._hear", why=SECTION),
     "checkpoint.every": Row(
-        "runtime.trainer:TrainerProcess._hear",
+        "runtime.workers.trainer:TrainerWorker._hear",
         "settings/test_training.py::test_checkpoints_are_written_and_kept_as_told",
     ),
     "checkpoint.keep": Row(
-        "runtime.trainer:TrainerProcess._checkpoint",
+        "runtime.workers.trainer:TrainerWorker._checkpoint",
         "settings/test_training.py::test_checkpoints_are_written_and_kept_as_told",
     ),
-    "logging": Row("runtime.trackers:trackers", why=SECTION),
+    "logging": Row("runtime.supervisor.trackers:trackers", why=SECTION),
     "logging.tensorboard": Row(
-        "runtime.trackers:trackers", "settings/test_supervisor.py::test_figures_go_where_logging_says"
+        "runtime.supervisor.trackers:trackers", "settings/test_supervisor.py::test_figures_go_where_logging_says"
     ),
     "logging.wandb": Row(
-        "runtime.trackers:trackers", "settings/test_supervisor.py::test_figures_go_where_logging_says"
+        "runtime.supervisor.trackers:trackers", "settings/test_supervisor.py::test_figures_go_where_logging_says"
     ),
     "logging.trackio": Row(
-        "runtime.trackers:trackers", "settings/test_supervisor.py::test_figures_go_where_logging_says"
+        "runtime.supervisor.trackers:trackers", "settings/test_supervisor.py::test_figures_go_where_logging_says"
     ),
     "logging.samples": Row(
-        "runtime.noting:Noting._write_samples",
+        "runtime.supervisor.noting:Noting._write_samples",
         "settings/test_supervisor.py::test_so_many_groups_are_written_as_samples",
     ),
-    "supervision": Row("runtime.processes:Processes.bury", why=SECTION),
+    "supervision": Row("runtime.launch.process_manager:ProcessManager.bury", why=SECTION),
     "supervision.restarts": Row(
-        "runtime.processes:Processes.bury",
+        "runtime.launch.process_manager:ProcessManager.bury",
         "settings/test_supervisor.py::test_a_process_is_restarted_as_often_and_as_late_as_told",
     ),
     "supervision.backoff_seconds": Row(
-        "runtime.processes:Processes.bury",
+        "runtime.launch.process_manager:ProcessManager.bury",
         "settings/test_supervisor.py::test_a_process_is_restarted_as_often_and_as_late_as_told",
     ),
     "runtime": Row(
         "apps.train:begin", "test_cli.py::test_a_missing_ray_is_said_with_its_install_line_before_anything_begins"
     ),
-    "ray": Row("runtime.cluster.start:cluster", why=SECTION),
+    "ray": Row("runtime.launch.ray.init:cluster", why=SECTION),
     "ray.address": Row(
-        "runtime.cluster.start:cluster", "settings/test_ray.py::test_the_cluster_is_the_one_that_was_named"
+        "runtime.launch.ray.init:cluster", "settings/test_ray.py::test_the_cluster_is_the_one_that_was_named"
     ),
     "ray.instances": Row(
-        "runtime.cluster.host:RayHost.room",
+        "runtime.launch.ray.backend:RayBackend.room",
         "runtime/test_cluster.py::test_instances_follow_the_nodes_and_the_supervisor_can_be_killed",
     ),
-    "ray.instance": Row("runtime.cluster.nodes:room", why=SECTION),
+    "ray.instance": Row("runtime.launch.ray.nodes:room", why=SECTION),
     "ray.instance.num_cpus": Row(
-        "runtime.cluster.host:RayHost.begin",
+        "runtime.launch.ray.backend:RayBackend.begin",
         "settings/test_ray.py::test_a_process_takes_of_the_cluster_what_it_was_told",
     ),
     "ray.instance.num_gpus": Row(
-        "runtime.cluster.host:RayHost.begin",
+        "runtime.launch.ray.backend:RayBackend.begin",
         "settings/test_ray.py::test_a_process_takes_of_the_cluster_what_it_was_told",
     ),
     "ray.instance.resources": Row(
-        "runtime.cluster.host:RayHost.begin",
+        "runtime.launch.ray.backend:RayBackend.begin",
         "settings/test_ray.py::test_a_process_takes_of_the_cluster_what_it_was_told",
     ),
     "ray.trainer": Row(
-        "runtime.cluster.nodes:room", "runtime/test_room.py::test_ranks_and_evaluator_have_room_beside_the_instances"
+        "runtime.launch.ray.nodes:room", "runtime/test_room.py::test_ranks_and_evaluator_have_room_beside_the_instances"
     ),
     "ray.judge": Row(
-        "runtime.cluster.start:_cpus", "settings/test_ray.py::test_a_process_takes_of_the_cluster_what_it_was_told"
+        "runtime.launch.ray.init:_cpus", "settings/test_ray.py::test_a_process_takes_of_the_cluster_what_it_was_told"
     ),
     "ray.shared_folder": Row(
-        "runtime.cluster.host:RayHost._group",
+        "runtime.launch.ray.backend:RayBackend._group",
         "runtime/test_room.py::test_a_trainer_on_any_node_can_not_publish_in_memory",
     ),
     "seed": Row(
-        "runtime.doing:Doing.__init__",
+        "runtime.supervisor.doing:Doing.__init__",
         "settings/test_sampling.py::test_the_same_settings_give_the_same_tokens_and_another_seed_others",
     ),
     "threads": Row(
-        "runtime.processes:Processes.cores", "settings/test_supervisor.py::test_cores_are_shared_as_far_as_threads_go"
+        "runtime.launch.process_manager:ProcessManager.cores",
+        "settings/test_supervisor.py::test_cores_are_shared_as_far_as_threads_go",
     ),
     "weights": Row(
-        "runtime.folder:RunFolder.store", "settings/test_supervisor.py::test_the_run_is_where_it_was_told_to_be"
+        "runtime.run_dir:RunDir.store", "settings/test_supervisor.py::test_the_run_is_where_it_was_told_to_be"
     ),
-    "out": Row(
-        "runtime.folder:RunFolder.create", "settings/test_supervisor.py::test_the_run_is_where_it_was_told_to_be"
-    ),
+    "out": Row("runtime.run_dir:RunDir.create", "settings/test_supervisor.py::test_the_run_is_where_it_was_told_to_be"),
 }
 
 SIMULATION: Table = {
     "devices": Row(
-        "sim.world:SimWorld.__init__", "settings/test_simulation.py::test_every_setting_changes_what_is_predicted"
+        "sim.runtime:SimRuntime.__init__", "settings/test_simulation.py::test_every_setting_changes_what_is_predicted"
     ),
     "steps": Row(
-        "sim.world:SimWorld.__init__", "settings/test_simulation.py::test_every_setting_changes_what_is_predicted"
+        "sim.runtime:SimRuntime.__init__", "settings/test_simulation.py::test_every_setting_changes_what_is_predicted"
     ),
     "warmup_steps": Row(
-        "sim.world:SimWorld.__init__", "settings/test_simulation.py::test_every_setting_changes_what_is_predicted"
+        "sim.runtime:SimRuntime.__init__", "settings/test_simulation.py::test_every_setting_changes_what_is_predicted"
     ),
     "seed": Row(
-        "sim.world:SimWorld.__init__", "settings/test_simulation.py::test_every_setting_changes_what_is_predicted"
+        "sim.runtime:SimRuntime.__init__", "settings/test_simulation.py::test_every_setting_changes_what_is_predicted"
     ),
     "control": Row("sim.costs:Costs.__init__", why=SECTION),
     "hardware": Row("sim.costs:Costs.__init__", why=SECTION),
@@ -548,10 +569,10 @@ SIMULATION: Table = {
         "sim.costs:Costs.train", "settings/test_simulation.py::test_every_setting_changes_what_is_predicted"
     ),
     "trainer.fixed_seconds": Row(
-        "sim.world:SimWorld._apply", "settings/test_simulation.py::test_every_setting_changes_what_is_predicted"
+        "sim.runtime:SimRuntime._apply", "settings/test_simulation.py::test_every_setting_changes_what_is_predicted"
     ),
     "trainer.publish_seconds": Row(
-        "sim.world:SimWorld._publish", "settings/test_simulation.py::test_every_setting_changes_what_is_predicted"
+        "sim.runtime:SimRuntime._publish", "settings/test_simulation.py::test_every_setting_changes_what_is_predicted"
     ),
     "workload": Row("sim.costs:Costs.__init__", why=SECTION),
     "workload.trace": Row("sim.workload:Source.__init__", "settings/test_simulation.py::test_a_trace_is_drawn_from"),
@@ -577,14 +598,14 @@ SIMULATION: Table = {
         "sim.workload:Source.turns", "settings/test_simulation.py::test_every_setting_changes_what_is_predicted"
     ),
     "workload.reward_seconds": Row(
-        "sim.world:SimWorld._score", "settings/test_simulation.py::test_every_setting_changes_what_is_predicted"
+        "sim.runtime:SimRuntime._score", "settings/test_simulation.py::test_every_setting_changes_what_is_predicted"
     ),
     "layouts": Row("sim.run:simulate", "settings/test_simulation.py::test_every_setting_changes_what_is_predicted"),
     "trainer_devices": Row(
-        "sim.world:SimWorld.__init__", "settings/test_simulation.py::test_every_setting_changes_what_is_predicted"
+        "sim.runtime:SimRuntime.__init__", "settings/test_simulation.py::test_every_setting_changes_what_is_predicted"
     ),
     "elastic_trainer_devices": Row(
-        "sim.world:SimWorld.__init__", "settings/test_simulation.py::test_every_setting_changes_what_is_predicted"
+        "sim.runtime:SimRuntime.__init__", "settings/test_simulation.py::test_every_setting_changes_what_is_predicted"
     ),
 }
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from dora_rl.engine.requests import Request, Sampling
-from dora_rl.runtime import messages as m
-from tests.settings.parts import InstancePart, at, folder_of, publish, supervisor
+from dora_rl.runtime.transport import messages as m
+from tests.settings.workers import InstancePart, at, folder_of, publish, supervisor
 
 PROMPT = (3, 7, 12, 5, 14, 2, 9, 4, 6, 8)
 
@@ -20,9 +20,9 @@ def instance(base: Path, **engine: Any) -> InstancePart:
     return InstancePart(folder)
 
 
-def submit(most: int = 20, stop_ids: tuple[int, ...] = ()) -> m.Submit:
+def submit(most: int = 20, stop_ids: tuple[int, ...] = ()) -> m.SubmitRequests:
     sampling = Sampling(max_tokens=most, seed=3, stop_ids=stop_ids)
-    return m.Submit(slot=0, requests=(Request(trajectory=5, version=0, prompt=PROMPT, sampling=sampling),))
+    return m.SubmitRequests(slot=0, requests=(Request(trajectory=5, version=0, prompt=PROMPT, sampling=sampling),))
 
 
 def test_an_instance_says_what_room_it_was_given(base: Path) -> None:
@@ -74,13 +74,13 @@ def test_threads_of_an_engine_are_its_own_if_set(base: Path) -> None:
     """`rollout.engine.threads`; otherwise it computes with what the supervisor says."""
     part = instance(base, threads=2)
     assert part.engine.threads == 2
-    part.instance._hear(m.Threads(count=1))
+    part.instance._hear(m.SetThreads(count=1))
     assert part.engine.threads == 2
     part = instance(base)
     assert part.engine.threads == 1
-    part.instance._hear(m.Threads(count=2))
+    part.instance._hear(m.SetThreads(count=2))
     assert part.engine.threads == 2
-    part.instance._hear(m.Threads(count=1))
+    part.instance._hear(m.SetThreads(count=1))
 
 
 def test_an_instance_speaks_once_a_heartbeat(base: Path) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from dora_rl.core.config import build
-from dora_rl.runtime.cluster import start
 from dora_rl.runtime.config import RunConfig
-from tests.settings.parts import tree_with
+from dora_rl.runtime.launch.ray import init as start
+from tests.settings.workers import tree_with
 
 
 def config(base: Path, **ray: Any) -> RunConfig:

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from dora_rl.core import events as e
-from dora_rl.core.nouns import InstanceSpec, SlotId
+from dora_rl.core.types import InstanceSpec, SlotId
 from dora_rl.engine.requests import Request, Sampling
-from dora_rl.runtime import messages as m
+from dora_rl.runtime.transport import messages as m
 from tests.runtime.making import LETTERS
-from tests.settings.parts import InstancePart, at, publish, supervisor
+from tests.settings.workers import InstancePart, at, publish, supervisor
 
 END = 1
 """The token that ends a text."""
@@ -88,10 +88,10 @@ def test_evaluation_samples_as_its_own_settings_say(base: Path) -> None:
         world: Any = part.run.world
         process = next(one for one in world._parts.processes.all if one.place == "evaluator")
         spec = InstanceSpec(instance="evaluator.1", max_requests=4, kv_tokens=1000)
-        world._hearing.take(process, m.Joined(spec=spec, kernels="torch"))
+        world._hearing.take(process, m.RolloutReady(spec=spec, kernels="torch"))
         loaded = e.SlotLoaded(slot=SlotId("evaluator.1", 0), version=0, fingerprint="v0")
         world._hearing.take(process, m.Report(events=(loaded,)))
-        (submit,) = part.told("evaluator", m.Submit)
+        (submit,) = part.told("evaluator", m.SubmitRequests)
         held_out = [part.run.text.encode(problem) for problem in part.run.dataset.held_out]
         limit = part.run.config.control.max_response_tokens
     assert [request.prompt for request in submit.requests] == [prompt for prompt in held_out for _ in range(3)]

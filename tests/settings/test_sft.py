@@ -11,8 +11,8 @@ import torch
 
 from dora_rl.core.config import build
 from dora_rl.core.trajectory import Group, Trajectory
-from dora_rl.trainer.adapter import merged_state
 from dora_rl.trainer.sft import SftConfig, train
+from dora_rl.trainer.trainable import merged_state
 from tests.trainer.making import VOCABULARY, llama
 
 BASE: dict[str, Any] = {"batch_size": 4, "learning_rate": 1e-3, "lora": None}

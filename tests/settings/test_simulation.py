@@ -14,7 +14,7 @@ from dora_rl.sim.config import SimConfig
 from dora_rl.sim.presets import preset
 from dora_rl.sim.run import parse_variant, simulate
 from tests.runtime.making import merged
-from tests.settings.parts import at
+from tests.settings.workers import at
 
 SHORT = ["steps=3", "warmup_steps=1", "control.groups_per_step=4", "control.group_size=4"]
 TIGHT = at("model.kv_bytes_per_token", 2e5)

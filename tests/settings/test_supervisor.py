@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 
-from dora_rl.control.orchestrator import Orchestrator
 from dora_rl.core import commands as c
 from dora_rl.core import events as e
 from dora_rl.core.config import build
-from dora_rl.core.nouns import SECOND, InstanceSpec, Prompt, SlotId
+from dora_rl.core.types import SECOND, InstanceSpec, Prompt, SlotId
 from dora_rl.envs.data import Problem
-from dora_rl.runtime import judge
-from dora_rl.runtime import messages as m
+from dora_rl.orchestrator.orchestrator import Orchestrator
 from dora_rl.runtime.config import RunConfig
-from dora_rl.runtime.trackers import trackers
+from dora_rl.runtime.supervisor.trackers import trackers
+from dora_rl.runtime.transport import messages as m
+from dora_rl.runtime.workers import reward as judge
 from tests.runtime.making import lines
-from tests.settings.parts import Line, SupervisorPart, at, folder_of, publish, start, supervisor, tree_with
+from tests.settings.workers import Line, SupervisorPart, at, folder_of, publish, start, supervisor, tree_with
 
 ROOMY = {"max_requests": 1000, "kv_tokens": 1_000_000}
 MANY, SMALL = at("rollout.instances", 16), {"max_requests": 2, "kv_tokens": 1000}
@@ -44,7 +44,7 @@ def test_there_are_as_many_processes_as_asked_for(base: Path) -> None:
     changes = {"rollout": {"instances": 3}, "reward": {"workers": 2}, "trainer": {"ranks": 2}}
     with supervisor(base, changes) as part:
         assert sorted(part.host.seats) == ["i0", "i1", "i2", "judge0", "judge1", "rank1", "trainer"]
-        told = part.told("rank1", m.Start)[0]
+        told = part.told("rank1", m.StartWorker)[0]
         assert (told.rank, told.ranks) == (1, 2)
 
 
@@ -53,7 +53,7 @@ def test_cores_are_shared_as_far_as_threads_go(base: Path) -> None:
     for threads, found in ((3, 3), (0, 8)):
         with supervisor(base, ONE, at("threads", threads)) as part:
             part.begin()
-            assert part.told("i0", m.Threads)[-1].count == found
+            assert part.told("i0", m.SetThreads)[-1].count == found
 
 
 def test_the_run_is_where_it_was_told_to_be(base: Path, tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_a_group_with_too_few_survivors_fails(base: Path) -> None:
             part.begin(**ROOMY)
             submit = part.submits()[0]
             part.happen(e.TrajectoryFailed(trajectory=submit.requests[0].trajectory, reason="it failed"))
-            part.finish(m.Submit(slot=0, requests=submit.requests[1:]))
+            part.finish(m.SubmitRequests(slot=0, requests=submit.requests[1:]))
             assert any(isinstance(one, c.GroupFailed) for one in part.commands) is fails
 
 
@@ -194,9 +194,9 @@ def test_groups_are_streamed_only_if_told(base: Path) -> None:
             part.begin(**ROOMY)
             first, second, *_ = part.submits()
             part.finish(first)
-            assert len(part.told("trainer", m.Train)) == (1 if stream else 0)
+            assert len(part.told("trainer", m.TrainGroups)) == (1 if stream else 0)
             part.finish(second)
-            assert sum(len(one.groups) for one in part.told("trainer", m.Train)) == 2
+            assert sum(len(one.groups) for one in part.told("trainer", m.TrainGroups)) == 2
 
 
 # -- deadlines ------------------------------------------------------------------------------------------------------
@@ -261,13 +261,13 @@ def test_a_wait_ends_at_its_deadline(base: Path, name: str, happens: Any, asked:
 def test_the_judge_weighs_functions_as_told(base: Path) -> None:
     """`reward.functions` and `reward.weights`, as a judge's process hears them."""
 
-    def judged(**reward: Any) -> m.Judged:
+    def judged(**reward: Any) -> m.ScoreResult:
         line: Any = Line()
         problem = Problem(key="0", prompt="1+1=", answer="2")
-        question = m.Judge(item=1, problem=problem, completion="2", tokens=(4,))
-        judge.serve(start(folder_of(base, {"reward": reward}), "judge"), line, [question, m.Stop()])
-        (found,) = line.of(m.Judged)
-        assert isinstance(found, m.Judged)
+        question = m.ScoreRequest(item=1, problem=problem, completion="2", tokens=(4,))
+        judge.serve(start(folder_of(base, {"reward": reward}), "judge"), line, [question, m.StopWorker()])
+        (found,) = line.of(m.ScoreResult)
+        assert isinstance(found, m.ScoreResult)
         return found
 
     assert judged(functions=["exact"]).reward == 1.0
@@ -294,12 +294,12 @@ def test_a_judge_is_asked_so_many_questions_at_once(base: Path) -> None:
         part.begin()
         for submit in part.submits():
             part.generated(submit)
-        part.hear("judge0", m.Ready())
-        assert len(part.told("judge0", m.Judge)) == 2
+        part.hear("judge0", m.WorkerReady())
+        assert len(part.told("judge0", m.ScoreRequest)) == 2
     with supervisor(base, ONE, TURNS, at("reward.at_once", 2)) as part:
         part.begin()
-        part.hear("judge0", m.Ready())
-        assert len(part.told("judge0", m.Play)) == 3
+        part.hear("judge0", m.WorkerReady())
+        assert len(part.told("judge0", m.EnvRequest)) == 3
 
 
 # -- evaluation and figures -----------------------------------------------------------------------------------------
@@ -332,7 +332,9 @@ def test_what_counts_as_right_is_as_told(base: Path) -> None:
     with supervisor(base, changes) as part:
         publish(part.folder)
         part.begin()
-        part.hear("evaluator", m.Joined(spec=InstanceSpec(instance="e", max_requests=4, kv_tokens=100), kernels=""))
+        part.hear(
+            "evaluator", m.RolloutReady(spec=InstanceSpec(instance="e", max_requests=4, kv_tokens=100), kernels="")
+        )
         evaluation: Any = part.run.world._parts.evaluation
         for reward in (0.49, 0.5, 0.7, 1.0):
             evaluation._score(evaluation._now, reward)
@@ -347,7 +349,7 @@ def test_so_many_groups_are_written_as_samples(base: Path) -> None:
             part.begin(**ROOMY)
             for submit in part.submits()[:2]:
                 part.finish(submit)
-            part.hear("trainer", m.Stepped(step=0, metrics={}))
+            part.hear("trainer", m.StepMetrics(step=0, metrics={}))
             part.run.recorder.flush()
             written = lines(part.folder.samples) if part.folder.samples.exists() else []
         assert len({record["group"] for record in written}) == samples

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from dora_rl.runtime import messages as m
+from dora_rl.runtime.transport import messages as m
 from tests.runtime.making import merged
-from tests.settings.parts import InstancePart, TrainerPart, at, folder_of
+from tests.settings.workers import InstancePart, TrainerPart, at, folder_of
 
 STEPS = 2
 TRAINER = "trainer."
@@ -152,7 +152,7 @@ def test_what_saves_memory_is_done(base: Path) -> None:
         with TrainerPart(folder_of(base, at(TRAINER + "micro_batch_tokens", size))) as part:
             passes[size] = 0
             part.trainer.policy.register_forward_hook(lambda *_, size=size: passes.update({size: passes[size] + 1}))
-            part.process._hear(m.Train(step=0, attempt=0, groups=groups(0, 0)))
+            part.process._hear(m.TrainGroups(step=0, attempt=0, groups=groups(0, 0)))
     assert passes[80] > passes[4096] == 1
 
 
@@ -229,7 +229,7 @@ def said(instance: InstancePart, folder: Any, version: int) -> tuple[m.TrainedGr
     prompt = (3, 7, 12, 5, 14)
     numbers = range(100 * (version + 1), 100 * (version + 1) + 4)
     requests = tuple(Request(trajectory=one, version=version, prompt=prompt, sampling=sampling) for one in numbers)
-    tokens = instance.answer(m.Submit(slot=0, requests=requests))
+    tokens = instance.answer(m.SubmitRequests(slot=0, requests=requests))
     return (
         m.TrainedGroup(
             id=25 * (version + 1),

@@ -9,9 +9,9 @@ import pytest
 
 from dora_rl.core.config import build
 from dora_rl.engine.vllm import core, serving
-from dora_rl.runtime import engines
 from dora_rl.runtime.config import RunConfig
-from tests.settings.parts import tree_with
+from dora_rl.runtime.workers import engine_factory as engines
+from tests.settings.workers import tree_with
 
 
 def given(base: Path, **vllm: Any) -> dict[str, Any]:

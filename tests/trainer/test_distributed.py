@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dora_rl.trainer import checkpoint
-from dora_rl.trainer.world import World
+from dora_rl.trainer.rank_group import RankGroup
 from dora_rl.weights.store import WeightStore
 from tests.trainer.making import assert_close, groups
 from tests.trainer.two_processes import MODELS, main, make
@@ -75,7 +75,7 @@ def test_what_lies_elsewhere_is_exchanged_where_the_processes_can(monkeypatch: p
     monkeypatch.setattr("torch.distributed.get_backend", lambda: "nccl")
     monkeypatch.setattr("torch.distributed.all_reduce", lambda values, _: exchanged.append(values.device))
     values: Any = Values("cpu")
-    world = World(0, 2)
+    world = RankGroup(0, 2)
     back: list[Any] = [world.sum(values), world.max(values)]
     assert [one.device for one in back] == ["cpu", "cpu"]
     assert exchanged == ["cuda", "cuda"]
@@ -95,10 +95,10 @@ def test_a_sharded_trainer_publishes_whole_tensors(folder: Path) -> None:
 
 
 def test_a_checkpoint_of_two_processes_goes_on_in_one_and_the_reverse(folder: Path) -> None:
-    straight = make("untied", World())
+    straight = make("untied", RankGroup())
     straight.accumulate(0, groups(count=3, seed=1))
     straight.apply(0)
-    resumed = make("untied", World())
+    resumed = make("untied", RankGroup())
     path = checkpoint.latest(folder / "saved-by-2")
     assert path is not None
     assert checkpoint.restore(path, resumed).last_step == {"saved by": 2}

@@ -16,7 +16,7 @@ from dora_rl.core.config import build
 from dora_rl.core.errors import ConfigError, IntegrityError, NonFiniteError, TrajectoryError
 from dora_rl.core.trajectory import Group, Trajectory
 from dora_rl.trainer.config import OptimiserConfig, TrainerConfig
-from dora_rl.trainer.gaps import explained_by_sampling
+from dora_rl.trainer.logprob_gap import explained_by_sampling
 from dora_rl.trainer.optimiser import learning_rate
 from dora_rl.trainer.trainer import Trainer
 from dora_rl.weights.store import WeightStore

@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from dora_rl.core.errors import NonFiniteError
 from dora_rl.trainer import checkpoint
-from dora_rl.trainer.adapter import whole
 from dora_rl.trainer.config import TrainerConfig
+from dora_rl.trainer.rank_group import RankGroup, join
+from dora_rl.trainer.trainable import whole
 from dora_rl.trainer.trainer import Trainer
-from dora_rl.trainer.world import World, join
 from dora_rl.weights.store import WeightStore
 from tests.trainer.making import groups, llama, moe
 from tests.trainer.test_trainer import replaced
@@ -40,14 +40,14 @@ SETTINGS["checkpointing"] = SETTINGS["checkpointing"] | {
 }
 
 
-def make(name: str, world: World) -> Trainer:
+def make(name: str, world: RankGroup) -> Trainer:
     torch.manual_seed(3)
     model = MODELS[name]()
     torch.manual_seed(4)  # adapters start alike everywhere
     return Trainer(model, TrainerConfig.model_validate(SETTINGS[name]), world=world)
 
 
-def run(name: str, world: World) -> dict[str, Any]:
+def run(name: str, world: RankGroup) -> dict[str, Any]:
     """Gradients of the first step, weights after two, and the metrics of the second."""
     made = make(name, world)
     # An odd number of micro-batches: one process has to take part without work of its own.

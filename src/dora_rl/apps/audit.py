@@ -13,31 +13,31 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from dora_rl.apps.recorded import going_on
-from dora_rl.control.config import ControlConfig
-from dora_rl.control.modes import make_mode
-from dora_rl.control.orchestrator import Orchestrator
+from dora_rl.apps.run_reader import going_on
 from dora_rl.core.config import build
-from dora_rl.core.digests import text_digest
 from dora_rl.core.errors import IntegrityError
+from dora_rl.core.file_digests import text_digest
 from dora_rl.ledger.audit import Audit, Named
 from dora_rl.ledger.audit import audit as read
+from dora_rl.ledger.auditor import Terms
 from dora_rl.ledger.ledger import LedgerError, Logged, connect, read_notes
 from dora_rl.ledger.notes import CheckpointSaved, Configured, Noted, SettingChanged
-from dora_rl.ledger.witness import Terms
-from dora_rl.runtime.manifest import checkpoint_problems, policy
+from dora_rl.orchestrator.config import ControlConfig
+from dora_rl.orchestrator.modes import make_mode
+from dora_rl.orchestrator.orchestrator import Orchestrator
+from dora_rl.runtime.checkpoint_manifest import checkpoint_problems, policy
 from dora_rl.runtime.provenance import config_problems, files_changed
-from dora_rl.runtime.replay import replay
+from dora_rl.runtime.supervisor.replay import replay
 
 if TYPE_CHECKING:
-    from dora_rl.runtime.folder import RunFolder
+    from dora_rl.runtime.run_dir import RunDir
 
 
 def audit(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> None:
     """Check a run: nothing lost, nothing trained twice, no bound broken, no trajectory of mixed weights."""
-    from dora_rl.runtime.folder import RunFolder
+    from dora_rl.runtime.run_dir import RunDir
 
-    found = audited(RunFolder.open(run))
+    found = audited(RunDir.open(run))
     console = Console()
     table = Table(box=None, show_header=False)
     for figure in found.figures:
@@ -50,7 +50,7 @@ def audit(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> None
         sys.exit(1)
 
 
-def audited(folder: RunFolder) -> Audit:
+def audited(folder: RunDir) -> Audit:
     """The audit of a run."""
     control = _promised(folder)
     found = read(folder.ledger, terms(control))
@@ -64,7 +64,7 @@ def audited(folder: RunFolder) -> Audit:
     return found
 
 
-def _promised(folder: RunFolder) -> ControlConfig:
+def _promised(folder: RunDir) -> ControlConfig:
     """What the run began with, from its ledger; from `config.json` if the ledger can't be read."""
     try:
         connection = connect(folder.ledger)

@@ -53,7 +53,7 @@ COMMANDS = {
 
 def load(name: str) -> Any:
     """The command of this name, with its module imported."""
-    from dora_rl.apps.settings import SettingsCommand
+    from dora_rl.apps.config_options import SettingsCommand
 
     command = COMMANDS[name]
     module, _, function = command.place.partition(":")

@@ -17,13 +17,13 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from dora_rl.apps import recorded
-from dora_rl.apps.out import make_sure_of
+from dora_rl.apps import run_reader as recorded
+from dora_rl.apps.output_file import make_sure_of
 from dora_rl.apps.train import read_config
 from dora_rl.core.errors import RequestError, UserError
-from dora_rl.core.nouns import Version
-from dora_rl.runtime.folder import RunFolder
+from dora_rl.core.types import Version
 from dora_rl.runtime.packages import need_packages
+from dora_rl.runtime.run_dir import RunDir
 
 if TYPE_CHECKING:
     from dora_rl.engine.engine import Engine
@@ -114,7 +114,7 @@ def interval(means: list[float], samples: int) -> tuple[float, float]:
 
 def _asked(policy: str, config: Path | None, version: Version | None, out: Path | None) -> Asked:
     if recorded.is_run(Path(policy)):
-        return _of_run(RunFolder.open(policy), config, version, out)
+        return _of_run(RunDir.open(policy), config, version, out)
     if config is None:
         raise UserError(f"'{policy}' is not the folder of a run; to evaluate a model, say on what with --config FILE")
     if version is not None:
@@ -123,7 +123,7 @@ def _asked(policy: str, config: Path | None, version: Version | None, out: Path 
     return Asked(read_config(config, []), config.resolve().parent, policy, 0, out or Path(f"eval-{name}.json"))
 
 
-def _of_run(folder: RunFolder, config: Path | None, version: Version | None, out: Path | None) -> Asked:
+def _of_run(folder: RunDir, config: Path | None, version: Version | None, out: Path | None) -> Asked:
     own = folder.read()
     settings, base = (own, folder.base()) if config is None else (read_config(config, []), config.resolve().parent)
     found: dict[Version, Path | str] = {**recorded.policies(folder), 0: _beside(own.model.path, folder.base())}
@@ -147,18 +147,18 @@ def _beside(path: str, base: Path) -> str:
 def respond(asked: Asked, samples: int) -> list[Response]:
     """What the policy says to each held-out prompt so many times, and what that is worth."""
     from dora_rl.engine.engine import Engine
-    from dora_rl.envs.rewards import Judge
+    from dora_rl.envs.rewards import RewardScorer
     from dora_rl.models.loading import load
     from dora_rl.models.sources import MemoryWeights
-    from dora_rl.runtime.evaluation import held_out_problems
-    from dora_rl.runtime.text import Text
+    from dora_rl.runtime.supervisor.evaluation import held_out_problems
+    from dora_rl.runtime.tokenization import Tokenization
 
     config = asked.config
     held_out = held_out_problems(config, asked.base)
-    judge = Judge(config.reward, asked.base)
+    judge = RewardScorer(config.reward, asked.base)
     model = config.model.model_copy(update={"path": str(asked.model)})
     loaded = load(model)
-    text = Text(loaded.tokenizer, config.model_copy(update={"model": model}))
+    text = Tokenization(loaded.tokenizer, config.model_copy(update={"model": model}))
     engine_config = config.rollout.engine.model_copy(update={"slots": 1})
     engine = Engine(
         loaded.model, MemoryWeights.of(loaded.model, asked.version), engine_config, tokenizer=loaded.tokenizer
@@ -180,7 +180,7 @@ def _generate(
 ) -> list[array[int] | None]:
     """What was said to each prompt so many times; None where a request can't be served."""
     from dora_rl.engine.requests import Request
-    from dora_rl.runtime.evaluation import first_trajectory
+    from dora_rl.runtime.supervisor.evaluation import first_trajectory
 
     sampling = asked.config.request_sampling(stop_ids, temperature=asked.config.evaluation.temperature)
     count = len(prompts) * samples

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from dora_rl.apps.out import make_sure_of
+from dora_rl.apps.output_file import make_sure_of
 from dora_rl.core.errors import RequestError, UserError
 
 if TYPE_CHECKING:

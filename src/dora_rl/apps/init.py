@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from dora_rl.apps.settings import default_of, optional, section_of, sentence, toml
+from dora_rl.apps.config_options import default_of, optional, section_of, sentence, toml
 from dora_rl.core.errors import UserError
 
 if typing.TYPE_CHECKING:

@@ -12,31 +12,39 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from dora_rl.apps import recorded
-from dora_rl.apps.figures import rows
-from dora_rl.apps.page import write_page
+from dora_rl.apps import run_reader as recorded
+from dora_rl.apps.html_page import write_page
 from dora_rl.apps.summary import ACCURACY, REWARD, Summary, occupancy_between, place, published_times, summarise
+from dora_rl.apps.summary_table import rows
 from dora_rl.apps.timeline import drawn
-from dora_rl.core.accounting import Activity, Segment, Timeline
-from dora_rl.core.labels import Because, Cause, Label
-from dora_rl.core.nouns import SECOND, Nanoseconds, SlotId, StepId
-from dora_rl.runtime.folder import RunFolder
+from dora_rl.core.activities import ActivityLabel, IdleCause, IdleReason
+from dora_rl.core.time_accounting import Activity, Segment, Timeline
+from dora_rl.core.types import SECOND, Nanoseconds, SlotId, StepId
+from dora_rl.runtime.run_dir import RunDir
 
 _BINS = 24
 _SAMPLES = 12
 _LONGEST = 4000
 """Characters of a sample's text that are shown."""
-_ORDER = (Label.LOAD, Label.PUBLISH, Label.REPREFILL, Label.PREFILL, Label.DECODE, Label.TRAIN, Label.MIGRATE)
+_ORDER = (
+    ActivityLabel.LOAD,
+    ActivityLabel.PUBLISH,
+    ActivityLabel.REPREFILL,
+    ActivityLabel.PREFILL,
+    ActivityLabel.DECODE,
+    ActivityLabel.TRAIN,
+    ActivityLabel.MIGRATE,
+)
 
 
 def report(run: Annotated[Path, typer.Argument(help="Folder of a run, finished or not.")]) -> None:
     """Write the page about a run: curves, lengths, staleness, timeline, samples."""
-    folder = RunFolder.open(run)
+    folder = RunDir.open(run)
     write_report(folder, summarise(folder))
     Console(soft_wrap=True).print(f"report: {folder.report}", highlight=False, markup=False)
 
 
-def write_report(folder: RunFolder, summary: Summary) -> None:
+def write_report(folder: RunDir, summary: Summary) -> None:
     """Write `report.html` into the run's folder."""
     metrics, facts, activity = (
         recorded.read_metrics(folder),
@@ -80,7 +88,9 @@ def _curves(metrics: recorded.Metrics, x: str) -> dict[str, list[list[float]]]:
     }
 
 
-def _occupancy(activity: recorded.Activity, metrics: recorded.Metrics, facts: recorded.Facts) -> list[list[float]]:
+def _occupancy(
+    activity: recorded.ActivityLog, metrics: recorded.Metrics, facts: recorded.RunFacts
+) -> list[list[float]]:
     """Of each step, from the windows: those that were written during a short step say little of it."""
     found = occupancy_between(activity.windows, published_times(metrics, facts))
     return [[step + 1, round(share, 4)] for step, share in zip(facts.published, found, strict=True)]
@@ -120,7 +130,7 @@ def _histogram(lengths: list[int]) -> list[list[Any]]:
 # -- timeline ---------------------------------------------------------------------------------------------------
 
 
-def run_timeline(activity: recorded.Activity, published: dict[StepId, Nanoseconds]) -> Timeline | None:
+def run_timeline(activity: recorded.ActivityLog, published: dict[StepId, Nanoseconds]) -> Timeline | None:
     """One row for each slot of each place; the lives of an instance follow one another in it."""
     # A crash may cost a note; of the steps, the ledger knows.
     versions = {note["version"]: note["at"] for note in activity.notes if note["note"] == "published"}
@@ -161,11 +171,13 @@ def _segments(windows: list[recorded.Window]) -> Iterator[Segment]:
 def _likely(window: recorded.Window, last: Activity | None) -> list[tuple[Activity, Nanoseconds]]:
     """The shares in a likely order: what went on before, work of old versions, idling, a load, work of the new one."""
     shares = [(_activity(label, version, cause), spent) for label, version, cause, spent in window.shares]
-    fresh = {activity.version for activity, _ in shares if activity.label in (Label.LOAD, Label.PUBLISH)}
+    fresh = {
+        activity.version for activity, _ in shares if activity.label in (ActivityLabel.LOAD, ActivityLabel.PUBLISH)
+    }
 
     def order(share: tuple[Activity, Nanoseconds]) -> tuple[bool, int, int, int]:
         activity = share[0]
-        if activity.label is Label.IDLE:
+        if activity.label is ActivityLabel.IDLE:
             return activity != last, 1, 0, 0
         version = -1 if activity.version is None else activity.version
         late = 2 if activity.version in fresh else 0
@@ -176,7 +188,7 @@ def _likely(window: recorded.Window, last: Activity | None) -> list[tuple[Activi
 
 @functools.lru_cache(maxsize=4096)
 def _activity(label: str, version: int | None, cause: str) -> Activity:
-    return Activity(Label(label), version, Cause(because=Because(cause)) if cause else None)
+    return Activity(ActivityLabel(label), version, IdleCause(because=IdleReason(cause)) if cause else None)
 
 
 def _slot(name: str) -> SlotId:

@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from dora_rl.apps.recorded import is_run
-from dora_rl.apps.summary import Progress, progress
+from dora_rl.apps.run_reader import is_run
+from dora_rl.apps.summary import RunProgress, progress
 from dora_rl.core.errors import UserError
-from dora_rl.runtime.folder import RunFolder
+from dora_rl.runtime.run_dir import RunDir
 
 _COLUMNS = ("run", "mode", "K", "steps", "reward", "accuracy", "tokens/s", "state")
 _LEFT = ("run", "mode", "state")
@@ -40,21 +40,21 @@ def runs(
     console.print(table, highlight=False)
 
 
-def find(folder: Path) -> list[RunFolder]:
+def find(folder: Path) -> list[RunDir]:
     """The runs in a folder, newest first."""
     begun = {path.parent: path.stat().st_mtime_ns for path in folder.glob("*/config.json") if is_run(path.parent)}
     # Two of the same moment: their names have the time, or a number, in them.
-    return [RunFolder(path) for path in sorted(begun, key=lambda it: (begun[it], it.name), reverse=True)]
+    return [RunDir(path) for path in sorted(begun, key=lambda it: (begun[it], it.name), reverse=True)]
 
 
-def _row(run: RunFolder) -> list[str]:
+def _row(run: RunDir) -> list[str]:
     try:
         return _cells(progress(run))
     except (UserError, KeyError, TypeError):  # damaged, or of another dora-rl; the others are listed all the same
         return [escape(run.path.name), "", "", "", "", "", "", "[red]unreadable[/]"]
 
 
-def _cells(summary: Progress) -> list[str]:
+def _cells(summary: RunProgress) -> list[str]:
     asked = "" if summary.steps_asked is None else f"/{summary.steps_asked}"
     return [
         escape(summary.name),

@@ -14,8 +14,8 @@ def scale(
     instances: Annotated[int, typer.Option(help="How many instances it shall have.")],
 ) -> None:
     """Change the number of rollout instances. Requests of those that leave go on elsewhere from their tokens."""
-    from dora_rl.runtime.folder import RunFolder
-    from dora_rl.runtime.scaling import scale as write
+    from dora_rl.runtime.run_dir import RunDir
+    from dora_rl.runtime.supervisor.scaling import scale as write
 
-    before = write(RunFolder.open(run), instances)
+    before = write(RunDir.open(run), instances)
     Console().print(f"{run}: {before} -> {instances} instances", highlight=False, markup=False, soft_wrap=True)

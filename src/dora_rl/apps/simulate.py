@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from dora_rl.apps.out import make_sure_of
+from dora_rl.apps.output_file import make_sure_of
 from dora_rl.apps.timeline import write_timeline
 from dora_rl.core.config import build, override, read_toml
 from dora_rl.core.errors import ConfigError

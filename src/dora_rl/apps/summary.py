@@ -15,18 +15,18 @@ from typing import Any
 
 import msgspec
 
-from dora_rl.apps import recorded
-from dora_rl.core.accounting import NOT_COUNTED, named, occupancy
-from dora_rl.core.labels import WORK, Because
-from dora_rl.core.nouns import SECOND, Nanoseconds, Record, StepId, Version
-from dora_rl.runtime.folder import RunFolder
+from dora_rl.apps import run_reader as recorded
+from dora_rl.core.activities import WORK, IdleReason
+from dora_rl.core.time_accounting import NOT_COUNTED, named, occupancy
+from dora_rl.core.types import SECOND, Nanoseconds, Record, StepId, Version
+from dora_rl.runtime.run_dir import RunDir
 
-STARTING = f"idle: {Because.STARTING.value}"
+STARTING = f"idle: {IdleReason.STARTING.value}"
 ACCURACY = "eval/held_out/accuracy"
 REWARD = "reward/mean"
 
 
-class Progress(Record, frozen=True, kw_only=True):
+class RunProgress(Record, frozen=True, kw_only=True):
     """How far a run is and what it reached."""
 
     name: str
@@ -47,7 +47,7 @@ class Progress(Record, frozen=True, kw_only=True):
     """Held-out, of the first and of the last version evaluated."""
 
 
-class Summary(Progress, frozen=True, kw_only=True):
+class Summary(RunProgress, frozen=True, kw_only=True):
     """What happened in a run."""
 
     step_seconds: float
@@ -79,12 +79,12 @@ class Summary(Progress, frozen=True, kw_only=True):
     """Newest policy folder."""
 
 
-def progress(folder: RunFolder) -> Progress:
+def progress(folder: RunDir) -> RunProgress:
     """How far the run in this folder is; quick, however long it is."""
     return _progress(folder, recorded.read_metrics(folder), recorded.read_facts(folder))
 
 
-def summarise(folder: RunFolder) -> Summary:
+def summarise(folder: RunDir) -> Summary:
     """The figures of the run in this folder."""
     metrics, facts, activity = (
         recorded.read_metrics(folder),
@@ -114,13 +114,13 @@ def summarise(folder: RunFolder) -> Summary:
     )
 
 
-def _progress(folder: RunFolder, metrics: recorded.Metrics, facts: recorded.Facts) -> Progress:
+def _progress(folder: RunDir, metrics: recorded.Metrics, facts: recorded.RunFacts) -> RunProgress:
     control = folder.settings()["control"]
     times = published_times(metrics, facts)
     seconds = (times[-1] - times[0]) / SECOND if times else 0.0
     tokens = sum(sum(facts.lengths.get(step, ())) for step in facts.published)
     figures = list(metrics.steps.values())
-    return Progress(
+    return RunProgress(
         name=folder.path.resolve().name,
         mode=control["mode"],
         max_staleness={"sync": 0, "one_step_off": 1}.get(control["mode"], control["max_staleness"]),
@@ -135,7 +135,7 @@ def _progress(folder: RunFolder, metrics: recorded.Metrics, facts: recorded.Fact
     )
 
 
-def published_times(metrics: recorded.Metrics, facts: recorded.Facts) -> list[Nanoseconds]:
+def published_times(metrics: recorded.Metrics, facts: recorded.RunFacts) -> list[Nanoseconds]:
     """When the first version was published, and when each step's was."""
     ends = sorted(facts.published.values())
     if not ends:
@@ -208,7 +208,7 @@ def _differences(times: list[Nanoseconds]) -> list[Nanoseconds]:
     return [after - before for before, after in itertools.pairwise(times)]
 
 
-def _state(folder: RunFolder, facts: recorded.Facts, asked: int | None) -> recorded.State:
+def _state(folder: RunDir, facts: recorded.RunFacts, asked: int | None) -> recorded.State:
     if recorded.going_on(folder):
         return "going on"
     enough = asked is not None and len(facts.published) >= asked

@@ -9,10 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dora_rl.apps.page import write_page
-from dora_rl.core.accounting import Activity, Segment, Timeline
-from dora_rl.core.labels import Because
-from dora_rl.core.nouns import SECOND, Nanoseconds
+from dora_rl.apps.html_page import write_page
+from dora_rl.core.activities import IdleReason
+from dora_rl.core.time_accounting import Activity, Segment, Timeline
+from dora_rl.core.types import SECOND, Nanoseconds
 
 if TYPE_CHECKING:
     from dora_rl.sim.run import Result  # only simulations need numpy
@@ -28,19 +28,19 @@ _MOST_MOVES = 2000
 
 
 CAUSE_COLOURS = {
-    Because.STARTING: "#dddddd",
-    Because.NO_PROMPTS: "#ffaabb",
-    Because.TRAINER: "#ee8866",
-    Because.AHEAD: "#5b7a8c",
-    Because.STRAGGLERS: "#eedd88",
-    Because.PUBLISH: "#bbcc33",
-    Because.ROLLOUT: "#77aadd",
-    Because.DEADLINE: "#44bb99",
-    Because.REWARD: "#99ddff",
-    Because.TOOL: "#aaaa00",
-    Because.SPARE: "#f2f2ee",
-    Because.RESERVED: "#b79fd9",
-    Because.FINISHED: "#a8a8a8",
+    IdleReason.STARTING: "#dddddd",
+    IdleReason.NO_PROMPTS: "#ffaabb",
+    IdleReason.TRAINER: "#ee8866",
+    IdleReason.AHEAD: "#5b7a8c",
+    IdleReason.STRAGGLERS: "#eedd88",
+    IdleReason.PUBLISH: "#bbcc33",
+    IdleReason.ROLLOUT: "#77aadd",
+    IdleReason.DEADLINE: "#44bb99",
+    IdleReason.REWARD: "#99ddff",
+    IdleReason.TOOL: "#aaaa00",
+    IdleReason.SPARE: "#f2f2ee",
+    IdleReason.RESERVED: "#b79fd9",
+    IdleReason.FINISHED: "#a8a8a8",
 }
 """One colour for each cause of idling, the same on all pages; they differ in hue and lightness, so that people who see
 red and green alike can tell them apart (nine are Paul Tol's light scheme)."""

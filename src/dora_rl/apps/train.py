@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from dora_rl.apps.settings import META
+from dora_rl.apps.config_options import META
 from dora_rl.core.config import build, override, read_toml
 from dora_rl.core.errors import UserError
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dora_rl.runtime.config import RunConfig
-    from dora_rl.runtime.folder import RunFolder
-    from dora_rl.runtime.nursery import Nursery
+    from dora_rl.runtime.launch.fork_server import ForkServer
     from dora_rl.runtime.preflight import Prepared
-    from dora_rl.runtime.run import Run
+    from dora_rl.runtime.run_dir import RunDir
+    from dora_rl.runtime.supervisor.run import Run
 
 INTERRUPTED = 130
 
@@ -52,15 +52,15 @@ def train(
     """Train a model with reinforcement learning. Any setting below can be an option: --control.max_staleness 4."""
     if (config is None) == (resume is None):
         raise UserError("give a config file to begin a run, or --resume RUN to go on with one")
-    from dora_rl.runtime.folder import RunFolder
     from dora_rl.runtime.packages import need_packages
     from dora_rl.runtime.resume import change
+    from dora_rl.runtime.run_dir import RunDir
 
     settings: list[str] = [*context.meta[META]]
     settings += [f"runtime={runtime}"] if runtime is not None else []
     settings += [f'ray.address="{address}"'] if address is not None else []
     if resume is not None:
-        folder = RunFolder.open(resume)
+        folder = RunDir.open(resume)
         need_engine(folder.read())
         need_packages()
         go_on(folder, bound=change(folder, settings))
@@ -72,29 +72,29 @@ def train(
 
 def begin(config: RunConfig, base: Path, name: str | None, *, dry_run: bool, trial: bool) -> None:
     """Check everything; then print the config, or make the folder and carry the run to its end."""
-    from dora_rl.runtime.cluster.start import need_ray
-    from dora_rl.runtime.folder import RunFolder
-    from dora_rl.runtime.nursery import Nursery
+    from dora_rl.runtime.launch.fork_server import ForkServer
+    from dora_rl.runtime.launch.ray.init import need_ray
     from dora_rl.runtime.preflight import check
+    from dora_rl.runtime.run_dir import RunDir
 
     if config.runtime == "ray":
         need_ray()
     need_engine(config)
-    RunFolder.check_name(name)
+    RunDir.check_name(name)
     with contextlib.ExitStack() as undo:
-        early: list[Nursery] = []
+        early: list[ForkServer] = []
 
         def start() -> None:
             """Let the nursery import torch while this process does."""
             if config.runtime == "local" and not dry_run:
-                early.append(Nursery(None))
+                early.append(ForkServer(None))
                 undo.callback(early[0].close)
 
         prepared = check(config, base, trial=trial, notice=_remark, meanwhile=start)
         if dry_run:
             print_config(config)
             return
-        folder = RunFolder.create(config, base, name)
+        folder = RunDir.create(config, base, name)
         try:
             go_on(folder, nursery=early[0] if early else None, prepared=prepared)
         except UserError:
@@ -102,7 +102,7 @@ def begin(config: RunConfig, base: Path, name: str | None, *, dry_run: bool, tri
             raise
 
 
-def _discard_unbegun(folder: RunFolder) -> None:
+def _discard_unbegun(folder: RunDir) -> None:
     """A run that was refused by its engine or trainer before its first group leaves nothing behind."""
     from dora_rl.core.commands import StartGroup
     from dora_rl.ledger.ledger import connect, read_events
@@ -116,7 +116,7 @@ def _discard_unbegun(folder: RunFolder) -> None:
 
 def need_engine(config: RunConfig) -> None:
     """Refuse a run whose rollout engine is not installed, before it begins; a cluster's nodes have their own."""
-    from dora_rl.engine.vllm.installed import require
+    from dora_rl.engine.vllm.version_check import require
 
     elsewhere = config.runtime == "ray" and config.ray.address
     if config.rollout.engine.kind == "vllm" and not elsewhere:
@@ -147,27 +147,27 @@ def _remark(text: str) -> None:
 
 
 def go_on(
-    folder: RunFolder,
+    folder: RunDir,
     console: Console | None = None,
     *,
     bound: int | None = None,
-    nursery: Nursery | None = None,
+    nursery: ForkServer | None = None,
     prepared: Prepared | None = None,
 ) -> None:
     """Carry a run to its end, or to an interrupt; `nursery` and `prepared` are those of a run that begins."""
-    from dora_rl.runtime.cluster.start import need_ray
+    from dora_rl.runtime.launch.ray.init import need_ray
 
     console = console or Console()
     say = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
     say(f"run {folder.path}")
     if folder.read().runtime == "ray":
         need_ray()
-        from dora_rl.apps.remote import go_on_ray
+        from dora_rl.apps.ray_run import go_on_ray
 
         _end(folder, console, finished=go_on_ray(folder, console, bound))
         return
     run = _wire(folder, say, bound, nursery, prepared)
-    from dora_rl.apps.live import Watch
+    from dora_rl.apps.progress_panel import ProgressPanel
 
     def interrupt(*_: object) -> None:
         if run.world.stopping:
@@ -180,7 +180,7 @@ def go_on(
 
     before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        with Watch(run, console) as watch:
+        with ProgressPanel(run, console) as watch:
             run.go(watch)
     finally:
         for number, handler in before.items():
@@ -189,16 +189,16 @@ def go_on(
 
 
 def _wire(
-    folder: RunFolder, say: Callable[[str], None], bound: int | None, nursery: Nursery | None, prepared: Prepared | None
+    folder: RunDir, say: Callable[[str], None], bound: int | None, nursery: ForkServer | None, prepared: Prepared | None
 ) -> Run:
     """The run, ready to go on."""
-    from dora_rl.runtime.machine import Machine
-    from dora_rl.runtime.nursery import Nursery
+    from dora_rl.runtime.launch.fork_server import ForkServer
+    from dora_rl.runtime.launch.machine import Machine
 
     # It imports torch while this process does.
-    nursery = nursery or Nursery(folder.logs / "nursery.log")
+    nursery = nursery or ForkServer(folder.logs / "nursery.log")
     try:
-        from dora_rl.runtime.run import Run
+        from dora_rl.runtime.supervisor.run import Run
 
         return Run(folder, notice=say, bound=bound, machine=Machine(nursery=nursery.log_to), prepared=prepared)
     except BaseException:
@@ -206,7 +206,7 @@ def _wire(
         raise
 
 
-def _end(folder: RunFolder, console: Console, *, finished: bool) -> None:
+def _end(folder: RunDir, console: Console, *, finished: bool) -> None:
     if not finished:
         console.print(
             f"go on with: dora-rl train --resume {folder.path}", highlight=False, markup=False, soft_wrap=True
@@ -215,11 +215,11 @@ def _end(folder: RunFolder, console: Console, *, finished: bool) -> None:
     conclude(folder, console)
 
 
-def conclude(folder: RunFolder, console: Console) -> None:
+def conclude(folder: RunDir, console: Console) -> None:
     """What happened in the whole run, and where to find it."""
-    from dora_rl.apps.figures import rows
     from dora_rl.apps.report import write_report
     from dora_rl.apps.summary import summarise
+    from dora_rl.apps.summary_table import rows
 
     summary = summarise(folder)
     write_report(folder, summary)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from dora_rl.core.labels import Cause
-from dora_rl.core.nouns import (
+from dora_rl.core.activities import IdleCause
+from dora_rl.core.types import (
     Attempt,
     GroupId,
     InstanceId,
@@ -146,13 +146,13 @@ class SlotIdles(Command, frozen=True, kw_only=True):
     """The slot has nothing to do, and why; it holds until something is started there."""
 
     slot: SlotId
-    cause: Cause
+    cause: IdleCause
 
 
 class TrainerIdles(Command, frozen=True, kw_only=True):
     """The trainer has nothing to do, and why."""
 
-    cause: Cause
+    cause: IdleCause
 
 
 class Stalled(Command, frozen=True, kw_only=True):

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import msgspec
 
-from dora_rl.core.nouns import (
+from dora_rl.core.probe import ProbeResult
+from dora_rl.core.types import (
     Attempt,
     Fingerprint,
     InstanceId,
@@ -21,7 +22,6 @@ from dora_rl.core.nouns import (
     TrajectoryId,
     Version,
 )
-from dora_rl.core.probe import ProbeResult
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=True):

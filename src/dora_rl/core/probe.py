@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from dora_rl.core.errors import ProbeError
-from dora_rl.core.nouns import Record, Version
+from dora_rl.core.types import Record, Version
 
 LENGTHS = (3, 9, 18, 34)
 """Tokens of the sequences: with `DECODED` behind them, decoding crosses position 16 in one and 32 in another."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 
 from dora_rl.core.errors import TrajectoryError
-from dora_rl.core.nouns import GroupId, Record, TrajectoryId, Version
+from dora_rl.core.types import GroupId, Record, TrajectoryId, Version
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dora_rl.engine.rows import Rows
 from dora_rl.engine.sampling import Drawn, Settings
+from dora_rl.engine.token_rows import TokenRows
 
 if TYPE_CHECKING:
     from dora_rl.engine.sequence import Sequence
@@ -32,13 +32,13 @@ class Flushed(NamedTuple):
     experts: npt.NDArray[np.int16] | None
 
 
-class Batch:
+class DecodeBatch:
     """At most `limit` sequences of one slot."""
 
     def __init__(self, limit: int, chunk: int, max_blocks: int, every: int, stretch: int) -> None:
         self.sequences: list[Sequence] = []
         self.decoding = 0
-        self.rows = Rows(limit + chunk, limit, max_blocks)
+        self.rows = TokenRows(limit + chunk, limit, max_blocks)
         self.settings = Settings(limit)
         self.place = np.zeros(limit, dtype=np.uint64)
         """Index in the response of the next token."""

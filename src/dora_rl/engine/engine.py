@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from dora_rl.core.accounting import Activity, TimeAccount
+from dora_rl.core.activities import ActivityLabel, IdleCause, IdleReason
 from dora_rl.core.errors import (
     BundleError,
     MemoryCapError,
@@ -41,31 +41,31 @@ from dora_rl.core.events import (
     SlotLoadFailed,
     TrajectoryFailed,
 )
-from dora_rl.core.labels import Because, Cause, Label
-from dora_rl.core.nouns import Attempt, InstanceId, InstanceSpec, Nanoseconds, SlotId, TrajectoryId, Version
-from dora_rl.engine.batch import Batch, Flushed
-from dora_rl.engine.bundle import Bundle
-from dora_rl.engine.checks import check_request, reach, says_stop
-from dora_rl.engine.choice import choose
-from dora_rl.engine.compute import Computing, Work
+from dora_rl.core.time_accounting import Activity, TimeAccount
+from dora_rl.core.types import Attempt, InstanceId, InstanceSpec, Nanoseconds, SlotId, TrajectoryId, Version
+from dora_rl.engine.batch import DecodeBatch, Flushed
+from dora_rl.engine.kernel_choice import choose
 from dora_rl.engine.kv import KvCache
-from dora_rl.engine.moving import pack, unpack
+from dora_rl.engine.kv_transfer.format import KvBundle
+from dora_rl.engine.kv_transfer.pack import pack, unpack
+from dora_rl.engine.kv_transfer.shared_memory import SegmentPool
 from dora_rl.engine.probe import Prober
+from dora_rl.engine.request_checks import check_request, reach, says_stop
 from dora_rl.engine.requests import Finished, Request, StepOutput, StopReason, Tokens
 from dora_rl.engine.scheduler import Scheduler
-from dora_rl.engine.segments import Segments
 from dora_rl.engine.sequence import Sequence
-from dora_rl.engine.slots import STARTING, Loading, Slot
+from dora_rl.engine.slots import STARTING, EngineSlot, Loading
 from dora_rl.engine.stats import Stats
+from dora_rl.engine.step_execution import StepExecutor, Work
 
 if TYPE_CHECKING:
-    from dora_rl.core.ports import WeightSource
+    from dora_rl.core.interfaces import WeightSource
     from dora_rl.engine.config import EngineConfig
     from dora_rl.engine.runner import MakeRunner
 
 Clock = Callable[[], Nanoseconds]
-_SPARE = Cause(because=Because.SPARE)
-_NO_PROMPTS = Cause(because=Because.NO_PROMPTS)
+_SPARE = IdleCause(because=IdleReason.SPARE)
+_NO_PROMPTS = IdleCause(because=IdleReason.NO_PROMPTS)
 
 
 class Engine:
@@ -99,18 +99,18 @@ class Engine:
         self._make: MakeRunner = lambda tensors: way.make(model, tensors, self._cache, rows, self.context)
         self._prober = Prober(model, shape, limit=rows, context=self.context, tolerance=config.probe_tolerance)
         max_blocks = shape.blocks(self.context)
-        idle = Activity(Label.IDLE, cause=STARTING)
+        idle = Activity(ActivityLabel.IDLE, cause=STARTING)
         self.slots = [
-            Slot(
+            EngineSlot(
                 index,
-                Batch(config.max_requests, config.prefill_chunk, max_blocks, config.stream_every, config.stretch),
+                DecodeBatch(config.max_requests, config.prefill_chunk, max_blocks, config.stream_every, config.stretch),
                 TimeAccount(clock(), idle),
             )
             for index in range(config.slots)
         ]
         self._scheduler = Scheduler(self._cache, [slot.batch for slot in self.slots], config, self._report)
-        self._computing = Computing(self._scheduler, config)
-        self._segments = Segments()
+        self._computing = StepExecutor(self._scheduler, config)
+        self._segments = SegmentPool()
         self._sequences: dict[TrajectoryId, Sequence] = {}
         self._arrivals = 0
         self._tokens: list[Tokens] = []
@@ -128,7 +128,7 @@ class Engine:
             self.unload(slot)
         alone = len(self.slots) == 1 and not self._sequences
         if alone:
-            place.account.switch(self._clock(), Activity(Label.LOAD, version))
+            place.account.switch(self._clock(), Activity(ActivityLabel.LOAD, version))
         place.loading = Loading(
             SlotId(self.instance, slot),
             version,
@@ -179,7 +179,7 @@ class Engine:
         sequence = self._sequences.get(trajectory)
         return sequence is not None and sequence.request.attempt == attempt
 
-    def export(self, trajectories: Iterable[TrajectoryId], *, shared: bool = True) -> Bundle:
+    def export(self, trajectories: Iterable[TrajectoryId], *, shared: bool = True) -> KvBundle:
         """Requests leave with their KV, sampler state and tokens. What they sampled so far is reported here first."""
         start = self._clock()
         leaving = [self._sequence(trajectory) for trajectory in trajectories]
@@ -193,7 +193,7 @@ class Engine:
         self._account_move({sequence.slot for sequence in leaving}, start)
         return bundle
 
-    def import_(self, bundle: Bundle, slot: int) -> tuple[tuple[TrajectoryId, ...], tuple[BundleError, ...]]:
+    def import_(self, bundle: KvBundle, slot: int) -> tuple[tuple[TrajectoryId, ...], tuple[BundleError, ...]]:
         """Requests go on here, with not one token prefilled again: who arrived, and what was wrong with the rest."""
         start = self._clock()
         place = self._slot(slot)
@@ -248,12 +248,12 @@ class Engine:
         self.threads = threads
         torch.set_num_threads(threads)
 
-    def note_idle(self, slot: int, cause: Cause) -> None:
+    def note_idle(self, slot: int, cause: IdleCause) -> None:
         """Why a slot has nothing to do; holds until it has."""
         place = self._slot(slot)
         place.idle = cause
         if not len(place.batch):
-            place.account.switch(self._clock(), Activity(Label.IDLE, cause=cause))
+            place.account.switch(self._clock(), Activity(ActivityLabel.IDLE, cause=cause))
 
     # What the engine is.
 
@@ -338,7 +338,7 @@ class Engine:
         self._tokens, self._finished, self._events = [], [], []
         return output
 
-    def _look(self, slot: Slot, rows: Any, ended: Any) -> None:
+    def _look(self, slot: EngineSlot, rows: Any, ended: Any) -> None:
         """Flush rows that are due; let go of those that have ended."""
         batch = slot.batch
         due = [(batch.sequences[row], bool(over)) for row, over in zip(rows, ended, strict=True)]
@@ -349,7 +349,7 @@ class Engine:
                 continue
             self._end(sequence, batch, over)
 
-    def _end(self, sequence: Sequence, batch: Batch, by_id_or_length: bool) -> None:
+    def _end(self, sequence: Sequence, batch: DecodeBatch, by_id_or_length: bool) -> None:
         request = sequence.request
         last = int(batch.token[sequence.row])
         failed = last < 0
@@ -393,7 +393,7 @@ class Engine:
             "fingerprint": sequence.fingerprint,
         }
 
-    def _says_stop(self, sequence: Sequence, batch: Batch) -> bool:
+    def _says_stop(self, sequence: Sequence, batch: DecodeBatch) -> bool:
         """The response's end contains one of the stop strings."""
         stops = sequence.request.sampling.stop
         pending = batch.history[sequence.row, : batch.fill[sequence.row]]
@@ -437,7 +437,7 @@ class Engine:
             )
             self._events.append(loaded)
 
-    def _put(self, slot: Slot, loading: Loading) -> None:
+    def _put(self, slot: EngineSlot, loading: Loading) -> None:
         """From here on the slot serves the loaded version; requests in flight compute their KV again under it."""
         staying = [sequence for sequence in self._sequences.values() if sequence.slot == slot.index]
         parked = [sequence for sequence in staying if sequence in self._scheduler.parked]
@@ -454,7 +454,7 @@ class Engine:
             else:
                 self._scheduler.enqueue(sequence)
 
-    def _account(self, slot: Slot, work: Work | None, start: Nanoseconds, end: Nanoseconds, others: bool) -> None:
+    def _account(self, slot: EngineSlot, work: Work | None, start: Nanoseconds, end: Nanoseconds, others: bool) -> None:
         """The step's time, split by tokens where a slot did several things.
 
         A slot that idles does so for the cause that was told, but for the time in which others of its instance compute.
@@ -462,18 +462,22 @@ class Engine:
         account = slot.account
         if work is None:
             if slot.loading is not None:
-                account.switch(start, Activity(Label.LOAD, slot.loading.version))
+                account.switch(start, Activity(ActivityLabel.LOAD, slot.loading.version))
             elif others:
-                account.switch(start, Activity(Label.IDLE, cause=_SPARE))
-                account.switch(end, Activity(Label.IDLE, cause=slot.idle))
-            elif account.current.label is not Label.IDLE:
-                account.switch(start, Activity(Label.IDLE, cause=slot.idle))
+                account.switch(start, Activity(ActivityLabel.IDLE, cause=_SPARE))
+                account.switch(end, Activity(ActivityLabel.IDLE, cause=slot.idle))
+            elif account.current.label is not ActivityLabel.IDLE:
+                account.switch(start, Activity(ActivityLabel.IDLE, cause=slot.idle))
             account.settle(end)
             return
         slot.idle = _NO_PROMPTS
         total = sum(work)
         now = start
-        parts = ((Label.REPREFILL, work.reprefilled), (Label.PREFILL, work.prefilled), (Label.DECODE, work.decoded))
+        parts = (
+            (ActivityLabel.REPREFILL, work.reprefilled),
+            (ActivityLabel.PREFILL, work.prefilled),
+            (ActivityLabel.DECODE, work.decoded),
+        )
         for label, tokens in parts:
             if tokens:
                 account.switch(now, Activity(label, slot.version))
@@ -486,7 +490,7 @@ class Engine:
         for index in slots:
             account = self.slots[index].account
             before = account.current
-            account.switch(start, Activity(Label.MIGRATE, self.slots[index].version))
+            account.switch(start, Activity(ActivityLabel.MIGRATE, self.slots[index].version))
             account.switch(end, before)
 
     # Checks.
@@ -511,7 +515,7 @@ class Engine:
         self._arrivals += 1
         self._scheduler.enqueue(sequence)
 
-    def _slot(self, index: int) -> Slot:
+    def _slot(self, index: int) -> EngineSlot:
         if not 0 <= index < len(self.slots):
             raise SlotError(f"there is no slot {index}: the engine has {len(self.slots)}")
         return self.slots[index]

@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dora_rl.core.nouns import SlotId, Version
 from dora_rl.core.probe import DECODED, Probe, ProbeResult
+from dora_rl.core.types import SlotId, Version
 from dora_rl.engine.kv import KvCache, KvShape
-from dora_rl.engine.rows import Rows
+from dora_rl.engine.token_rows import TokenRows
 
 if TYPE_CHECKING:
     from dora_rl.engine.runner import Runner
@@ -72,7 +72,7 @@ def logprobs(
     assert min(inputs) >= 1, "a sequence needs a token that predicts and one that is predicted"
     blocks = [shape.blocks(count) for count in inputs]
     cache = KvCache(shape, sum(blocks) * shape.block_bytes, device)
-    rows = Rows(limit, len(sequences), max(blocks))
+    rows = TokenRows(limit, len(sequences), max(blocks))
     first = 0
     for index, count in enumerate(blocks):
         rows.table[index, :count] = np.arange(first, first + count)
@@ -102,7 +102,7 @@ def _chunks(rows: list[_Row], limit: int) -> Iterator[list[_Row]]:
         yield rows[start : start + limit]
 
 
-def _lay(rows: Rows, part: list[_Row], sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+def _lay(rows: TokenRows, part: list[_Row], sequences: Sequence[Sequence[int]]) -> torch.Tensor:
     """Fill the buffers of a pass in which every row has its logits; gives the tokens that shall be predicted."""
     count = len(part)
     rows.count = rows.logit_count = count

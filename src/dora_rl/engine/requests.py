@@ -9,7 +9,7 @@ import msgspec
 
 from dora_rl.core.errors import SamplingError
 from dora_rl.core.events import AnyEvent
-from dora_rl.core.nouns import Attempt, Fingerprint, Record, TrajectoryId, Version
+from dora_rl.core.types import Attempt, Fingerprint, Record, TrajectoryId, Version
 
 
 class Sampling(Record, frozen=True, kw_only=True):

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
-    from dora_rl.engine.batch import Batch
+    from dora_rl.engine.batch import DecodeBatch
     from dora_rl.engine.kv import KvCache
-    from dora_rl.engine.rows import Rows
+    from dora_rl.engine.token_rows import TokenRows
 
 
 class Runner(Protocol):
@@ -31,11 +31,11 @@ class Runner(Protocol):
     small: bool
     """Its weights are near whoever computes: rows need not share them to be fast."""
 
-    def forward(self, rows: Rows, threads: int, record_experts: bool) -> torch.Tensor:
+    def forward(self, rows: TokenRows, threads: int, record_experts: bool) -> torch.Tensor:
         """Logits [logit_count, vocab] in float32, valid until the next call; the rows' KV is written."""
         ...
 
-    def decode(self, batch: Batch, rows: npt.NDArray[np.int64], steps: int, threads: int) -> int:
+    def decode(self, batch: DecodeBatch, rows: npt.NDArray[np.int64], steps: int, threads: int) -> int:
         """At most so many decode steps for each of these rows of a batch, in one call; the tokens sampled."""
         ...
 

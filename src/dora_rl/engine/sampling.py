@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dora_rl.engine.native import binding
-from dora_rl.engine.native.build import library as compiled
+from dora_rl.engine.cpu_kernels import binding
+from dora_rl.engine.cpu_kernels.build import library as compiled
 
 if TYPE_CHECKING:
     from dora_rl.engine.requests import Sampling

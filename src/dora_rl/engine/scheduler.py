@@ -24,7 +24,7 @@ import numpy as np
 
 from dora_rl.engine.batch import Flushed
 from dora_rl.engine.blocks import BlockPool
-from dora_rl.engine.prompts import PromptKey, SharedPrompts
+from dora_rl.engine.prefix_sharing import PrefixKey, PrefixSharing
 from dora_rl.engine.stats import Stats
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from dora_rl.engine.batch import Batch
+    from dora_rl.engine.batch import DecodeBatch
     from dora_rl.engine.config import EngineConfig
     from dora_rl.engine.kv import KvCache
     from dora_rl.engine.sequence import Sequence
@@ -42,11 +42,15 @@ class Scheduler:
     """Requests and blocks of one engine."""
 
     def __init__(
-        self, cache: KvCache, batches: list[Batch], config: EngineConfig, flushed: Callable[[Sequence, Flushed], None]
+        self,
+        cache: KvCache,
+        batches: list[DecodeBatch],
+        config: EngineConfig,
+        flushed: Callable[[Sequence, Flushed], None],
     ) -> None:
         self.cache = cache
         self.pool = BlockPool(cache.count)
-        self.prompts = SharedPrompts(self.pool)
+        self.prompts = PrefixSharing(self.pool)
         self.waiting: list[Sequence] = []
         self.swapped: list[Sequence] = []
         self.parked: list[Sequence] = []
@@ -162,7 +166,7 @@ class Scheduler:
         for batch in self._batches:
             self._extend(batch)
 
-    def _extend(self, batch: Batch) -> None:
+    def _extend(self, batch: DecodeBatch) -> None:
         """Every decoding row gets a block of its own to write into."""
         size = self.cache.shape.block_size
         rows = batch.decode_rows()
@@ -185,7 +189,7 @@ class Scheduler:
                 self._own(sequence, index)
             batch.set_blocks(sequence)
 
-    def look_ahead(self, batch: Batch, rows: npt.NDArray[np.int64], steps: int) -> bool:
+    def look_ahead(self, batch: DecodeBatch, rows: npt.NDArray[np.int64], steps: int) -> bool:
         """Blocks for so many tokens of these decoding rows; False if they are not to spare without anybody leaving."""
         end = np.minimum(batch.position[rows] + steps - 1, batch.last[rows] - 1)
         needed = end // self.cache.shape.block_size + 1 - batch.held[rows]
@@ -198,7 +202,7 @@ class Scheduler:
             batch.set_blocks(sequence)
         return True
 
-    def catch_up(self, batch: Batch) -> bool:
+    def catch_up(self, batch: DecodeBatch) -> bool:
         """Blocks to write into also for rows that came to decode after the plan; False if nobody has them to spare."""
         if not self._has(self.running):
             return False
@@ -233,7 +237,7 @@ class Scheduler:
             self._start(sequence, key, self.prompts.blocks(key))
         self.waiting = left
 
-    def _start(self, sequence: Sequence, key: PromptKey, shared: list[int] | None) -> None:
+    def _start(self, sequence: Sequence, key: PrefixKey, shared: list[int] | None) -> None:
         if shared:
             self.pool.share(shared)
             sequence.blocks = list(shared)
@@ -388,9 +392,9 @@ class Scheduler:
             self.host_used -= sequence.host.nbytes
             sequence.host = sequence.keep_alive = None
 
-    def _key(self, sequence: Sequence) -> PromptKey:
+    def _key(self, sequence: Sequence) -> PrefixKey:
         request = sequence.request
-        return PromptKey(sequence.slot, self.loads[sequence.slot], request.record_experts, request.prompt)
+        return PrefixKey(sequence.slot, self.loads[sequence.slot], request.record_experts, request.prompt)
 
     def check(self) -> None:
         """Every block, host byte and row is accounted for."""

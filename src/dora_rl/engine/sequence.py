@@ -14,7 +14,7 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     import torch
 
-    from dora_rl.core.nouns import Fingerprint, Version
+    from dora_rl.core.types import Fingerprint, Version
     from dora_rl.engine.requests import Request
 
 

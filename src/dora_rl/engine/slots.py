@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dora_rl.core.activities import IdleCause, IdleReason
 from dora_rl.core.errors import DoraError
-from dora_rl.core.labels import Because, Cause
 
 if TYPE_CHECKING:
-    from dora_rl.core.accounting import TimeAccount
-    from dora_rl.core.nouns import Fingerprint, Nanoseconds, SlotId, Version
-    from dora_rl.core.ports import WeightSource
+    from dora_rl.core.interfaces import WeightSource
     from dora_rl.core.probe import ProbeResult
-    from dora_rl.engine.batch import Batch
+    from dora_rl.core.time_accounting import TimeAccount
+    from dora_rl.core.types import Fingerprint, Nanoseconds, SlotId, Version
+    from dora_rl.engine.batch import DecodeBatch
     from dora_rl.engine.probe import Prober
     from dora_rl.engine.runner import MakeRunner, Runner
 
 PAGE = 4096
-STARTING = Cause(because=Because.STARTING)
+STARTING = IdleCause(because=IdleReason.STARTING)
 
 
 class Loading:
@@ -86,10 +86,10 @@ class Loading:
             self.error = DoraError(f"version {self.version} can't be loaded: {error}")
 
 
-class Slot:
+class EngineSlot:
     """One place for one version."""
 
-    def __init__(self, index: int, batch: Batch, account: TimeAccount) -> None:
+    def __init__(self, index: int, batch: DecodeBatch, account: TimeAccount) -> None:
         self.index = index
         self.batch = batch
         self.account = account

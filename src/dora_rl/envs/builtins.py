@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any, TypeAlias
 
 from dora_rl.core.errors import ConfigError, UserError
-from dora_rl.envs.coding import CodeReward
+from dora_rl.envs.code_reward import CodeReward
 from dora_rl.envs.data import Problem
 
 Builtin: TypeAlias = Callable[..., float]

@@ -20,19 +20,19 @@ from typing import Any, TypeAlias
 import msgspec
 
 from dora_rl.core.errors import DataError
-from dora_rl.core.nouns import Record
+from dora_rl.core.types import Record
 from dora_rl.envs.config import DataConfig
-from dora_rl.envs.rows import Row, rows
+from dora_rl.envs.row_readers import Row, rows
 
 
-class Message(Record, frozen=True, kw_only=True):
+class ChatMessage(Record, frozen=True, kw_only=True):
     """One message of a chat."""
 
     role: str
     content: str
 
 
-PromptText: TypeAlias = str | tuple[Message, ...]
+PromptText: TypeAlias = str | tuple[ChatMessage, ...]
 
 
 class Problem(Record, frozen=True, kw_only=True):
@@ -146,18 +146,18 @@ def _prompt(value: dict[str, Any], config: DataConfig) -> PromptText:
     if isinstance(given, str):
         if not given:
             raise _BadRowError(f"'{config.prompt}' is empty")
-        return given if config.system is None else (*_system(config), Message(role="user", content=given))
+        return given if config.system is None else (*_system(config), ChatMessage(role="user", content=given))
     if not isinstance(given, list) or not given:
         raise _BadRowError(f"'{config.prompt}' must be a text or a list of messages")
     messages = tuple(_message(item, place) for place, item in enumerate(given, 1))
     return messages if messages[0].role == "system" else (*_system(config), *messages)
 
 
-def _system(config: DataConfig) -> tuple[Message, ...]:
-    return (Message(role="system", content=config.system),) if config.system else ()
+def _system(config: DataConfig) -> tuple[ChatMessage, ...]:
+    return (ChatMessage(role="system", content=config.system),) if config.system else ()
 
 
-def _message(item: Any, place: int) -> Message:
+def _message(item: Any, place: int) -> ChatMessage:
     if not isinstance(item, dict):
         raise _BadRowError(f"message {place} must be an object with role and content")
     said = {key: part for key, part in item.items() if part is not None}
@@ -167,7 +167,7 @@ def _message(item: Any, place: int) -> Message:
     role, content = said.get("role"), said.get("content")
     if not isinstance(role, str) or not isinstance(content, str) or not role:
         raise _BadRowError(f"message {place} must have role and content, both texts")
-    return Message(role=role, content=content)
+    return ChatMessage(role=role, content=content)
 
 
 def _answer(value: dict[str, Any], config: DataConfig) -> Any:

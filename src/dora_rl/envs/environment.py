@@ -18,15 +18,15 @@ from typing import Any, Protocol, TypeAlias
 import msgspec
 
 from dora_rl.core.errors import ConfigError
-from dora_rl.core.nouns import Record
+from dora_rl.core.types import Record
+from dora_rl.envs.async_bridge import Loop, SharedLoop
 from dora_rl.envs.config import EnvironmentConfig
-from dora_rl.envs.data import Message, Problem
-from dora_rl.envs.importing import named_object, one_line
-from dora_rl.envs.loop import Loop, SharedLoop
-from dora_rl.envs.rewards import Judge, Verdict
-from dora_rl.envs.shapes import own
+from dora_rl.envs.data import ChatMessage, Problem
+from dora_rl.envs.reward_signatures import own
+from dora_rl.envs.rewards import RewardResult, RewardScorer
+from dora_rl.envs.user_code import named_object, one_line
 
-Opening: TypeAlias = str | tuple[Message, ...] | None
+Opening: TypeAlias = str | tuple[ChatMessage, ...] | None
 
 
 class Turn(Record, frozen=True, kw_only=True):
@@ -50,7 +50,7 @@ class Environment(Protocol):
 class Environments:
     """The class that a config names, ready to make one environment for each trajectory."""
 
-    def __init__(self, config: EnvironmentConfig, folder: Path, judge: Judge | None = None) -> None:
+    def __init__(self, config: EnvironmentConfig, folder: Path, judge: RewardScorer | None = None) -> None:
         if config.kind is None:
             raise ConfigError("environment.kind is missing: name a class as FILE.py:Class or module:Class")
         self._make: Callable[..., Environment] = named_object(config.kind, folder)
@@ -75,7 +75,7 @@ class Session:
         problem: Problem,
         max_turns: int,
         loop: Loop | SharedLoop,
-        judge: Judge | None,
+        judge: RewardScorer | None,
     ) -> None:
         self._problem = problem
         self._max_turns = max_turns
@@ -107,20 +107,20 @@ class Session:
         reward = self._rewards[-1] if self.failed is None else 0.0
         return Turn(observation=observation, reward=reward, done=self.done)
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> RewardResult:
         """What the trajectory is worth; closes the environment."""
         self.close()
         if self.failed is not None:
-            return Verdict(failed=self.failed)
+            return RewardResult(failed=self.failed)
         steps = math.fsum(self._rewards)
-        judged = Verdict(reward=0.0)
+        judged = RewardResult(reward=0.0)
         if self._judge is not None and self._last is not None:
             judged = self._judge.score(self._problem, *self._last)
         if judged.reward is None:
             return judged
         if not math.isfinite(steps + judged.reward):
-            return Verdict(failed="the sum of the rewards is not finite")
-        return Verdict(reward=steps + judged.reward, parts={**judged.parts, "environment": steps})
+            return RewardResult(failed="the sum of the rewards is not finite")
+        return RewardResult(reward=steps + judged.reward, parts={**judged.parts, "environment": steps})
 
     def close(self) -> None:
         """Let the environment clean up, if it wants to; a failure in that counts too."""
@@ -174,7 +174,7 @@ def _opening(value: Any) -> Opening:
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, list | tuple) and value:
-        return tuple(item if isinstance(item, Message) else msgspec.convert(item, Message) for item in value)
+        return tuple(item if isinstance(item, ChatMessage) else msgspec.convert(item, ChatMessage) for item in value)
     raise TypeError(f"returned {type(value).__name__}, not a text, messages or None")
 
 

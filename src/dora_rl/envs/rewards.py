@@ -21,16 +21,16 @@ from typing import Any, TypeAlias
 import msgspec
 
 from dora_rl.core.errors import ConfigError
-from dora_rl.core.nouns import Record
+from dora_rl.core.types import Record
+from dora_rl.envs.async_bridge import Loop, SharedLoop
 from dora_rl.envs.builtins import NAMES, builtin
 from dora_rl.envs.config import RewardConfig
 from dora_rl.envs.data import Problem
-from dora_rl.envs.importing import named_object, one_line
-from dora_rl.envs.loop import Loop, SharedLoop
-from dora_rl.envs.shapes import Answer, Shaped, shaped
+from dora_rl.envs.reward_signatures import Answer, RewardSignature, shaped
+from dora_rl.envs.user_code import named_object, one_line
 
 
-class Verdict(Record, frozen=True, kw_only=True):
+class RewardResult(Record, frozen=True, kw_only=True):
     """What one answer is worth, or why nobody can say."""
 
     reward: float | None = None
@@ -60,7 +60,7 @@ class _Score(Record, frozen=True, kw_only=True):
 _Scores: TypeAlias = list[_Score]
 
 
-class Judge:
+class RewardScorer:
     """All reward functions of a run, called as their shapes want it."""
 
     def __init__(self, reward: RewardConfig, folder: Path) -> None:
@@ -68,23 +68,23 @@ class Judge:
         self._weights = reward.weights or [1.0] * len(self._functions)
         self._loop = Loop() if reward.at_once == 1 else SharedLoop()
 
-    def score(self, problem: Problem, completion: str, completion_ids: tuple[int, ...] = ()) -> Verdict:
+    def score(self, problem: Problem, completion: str, completion_ids: tuple[int, ...] = ()) -> RewardResult:
         """The verdict on one completion."""
         return self.score_many([Answer(problem, completion, completion_ids)])[0]
 
-    def score_many(self, answers: Sequence[Answer]) -> list[Verdict]:
+    def score_many(self, answers: Sequence[Answer]) -> list[RewardResult]:
         """The verdicts on many, in their order; functions that take lists are called once."""
         table = [self._by_function(function, answers) for function in self._functions]
         return [self._verdict([scores[place] for scores in table]) for place in range(len(answers))]
 
-    def _by_function(self, function: Shaped, answers: Sequence[Answer]) -> _Scores:
+    def _by_function(self, function: RewardSignature, answers: Sequence[Answer]) -> _Scores:
         if function.many is not None and len(answers) > 1:
             together = self._together(function, answers)
             if together is not None:
                 return together
         return [self._alone(function, answer) for answer in answers]
 
-    def _together(self, function: Shaped, answers: Sequence[Answer]) -> _Scores | None:
+    def _together(self, function: RewardSignature, answers: Sequence[Answer]) -> _Scores | None:
         """All scores of one call; none if the call as a whole came to nothing."""
         assert function.many is not None
         try:
@@ -97,7 +97,7 @@ class Judge:
             return None
         return [_score(function.name, value, listed=True) for value in values]
 
-    def _alone(self, function: Shaped, answer: Answer) -> _Score:
+    def _alone(self, function: RewardSignature, answer: Answer) -> _Score:
         try:
             value = self._loop.finish(function.one(answer))
             if function.many is None:
@@ -111,23 +111,23 @@ class Judge:
             return _Score(failed=f"{function.name} returned {len(values)} scores for 1 completion")
         return _score(function.name, values[0], listed=True)
 
-    def _verdict(self, scores: _Scores) -> Verdict:
+    def _verdict(self, scores: _Scores) -> RewardResult:
         failures = [score.failed for score in scores if score.failed is not None]
         if failures:
-            return Verdict(failed=failures[0])
+            return RewardResult(failed=failures[0])
         named = list(zip(self._functions, self._weights, scores, strict=True))
         applying = [
             (function.name, weight, score.value) for function, weight, score in named if score.value is not None
         ]
         if scores and not applying:
-            return Verdict(failed=f"{self._functions[0].name} returned None")
+            return RewardResult(failed=f"{self._functions[0].name} returned None")
         reward = sum(weight * value for _, weight, value in applying)
         if not math.isfinite(reward):
-            return Verdict(failed=f"the weighted sum of the rewards is {reward}")
+            return RewardResult(failed=f"the weighted sum of the rewards is {reward}")
         extras = {
             f"{function.name}/{name}": value for function, _, score in named for name, value in score.extras.items()
         }
-        return Verdict(reward=reward, parts={**extras, **{name: value for name, _, value in applying}})
+        return RewardResult(reward=reward, parts={**extras, **{name: value for name, _, value in applying}})
 
 
 def _score(name: str, value: Any, *, listed: bool) -> _Score:
@@ -170,7 +170,7 @@ def _extras(returned: dict[Any, Any]) -> dict[str, float]:
     return found
 
 
-def _resolve(reward: RewardConfig, folder: Path) -> list[Shaped]:
+def _resolve(reward: RewardConfig, folder: Path) -> list[RewardSignature]:
     """All functions, under short names where those differ."""
     found = [_function(name, folder, reward.timeout_seconds) for name in reward.functions]
     short = [function.name for function in found]
@@ -180,7 +180,7 @@ def _resolve(reward: RewardConfig, folder: Path) -> list[Shaped]:
     ]
 
 
-def _function(name: str, folder: Path, seconds: float) -> Shaped:
+def _function(name: str, folder: Path, seconds: float) -> RewardSignature:
     ready = builtin(name, seconds)
     if ready is not None:
         return shaped(name, ready)

@@ -34,7 +34,7 @@ from pydantic import Field
 
 from dora_rl.core.config import Config
 from dora_rl.core.errors import SandboxError
-from dora_rl.core.nouns import Record
+from dora_rl.core.types import Record
 from dora_rl.envs.jail import MAIN
 from dora_rl.envs.scratch import folder_of_a_run, sweep, too_large, write
 

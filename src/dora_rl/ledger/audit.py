@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dora_rl.core.errors import IntegrityError
-from dora_rl.core.nouns import SECOND
-from dora_rl.ledger.derive import derive
+from dora_rl.core.types import SECOND
+from dora_rl.ledger.auditor import Auditor, Terms
 from dora_rl.ledger.ledger import LedgerError, Logged, check_pages, connect, read_events, read_notes, read_said, spent
 from dora_rl.ledger.notes import Noted
 from dora_rl.ledger.schema import TABLES
-from dora_rl.ledger.witness import Terms, Witness
+from dora_rl.ledger.tables import derive
 
 _DERIVED = {"prompts": 1, "groups": 1, "trajectories": 1, "moves": 5, "steps": 1}
 """Tables that follow from the log, and how many of their first columns name a row."""
@@ -61,7 +61,7 @@ def audit(path: Path, terms: Terms) -> Audit:
     except LedgerError as error:
         found.problems.append(str(error))
         return found
-    witness = Witness(terms)
+    witness = Auditor(terms)
     try:
         connection.execute("BEGIN")  # one moment, should the run go on meanwhile
         _read_log(connection, witness, found)
@@ -81,7 +81,7 @@ def audit(path: Path, terms: Terms) -> Audit:
     return found
 
 
-def _read_log(connection: sqlite3.Connection, witness: Witness, found: Audit) -> None:
+def _read_log(connection: sqlite3.Connection, witness: Auditor, found: Audit) -> None:
     try:
         for logged in read_events(connection):
             found.log.append(logged)
@@ -129,7 +129,7 @@ def _compared(table: str, keys: int, expected: list[Any], there: list[Any]) -> l
     return found if rest <= 0 else [*found[:_MOST], f"table {table}: {rest} more rows differ"]
 
 
-def _said(connection: sqlite3.Connection, witness: Witness) -> Iterator[str]:
+def _said(connection: sqlite3.Connection, witness: Auditor) -> Iterator[str]:
     """Where what was said is not whole."""
     query = "SELECT trajectory FROM said UNION SELECT trajectory FROM ended"
     there = {row[0] for row in connection.execute(query)}
@@ -156,7 +156,7 @@ def _said(connection: sqlite3.Connection, witness: Witness) -> Iterator[str]:
             yield f"what trajectory {trajectory} said was to be deleted, and is there"
 
 
-def _figures(witness: Witness) -> Iterator[Named]:
+def _figures(witness: Auditor) -> Iterator[Named]:
     groups = Counter(witness.outcome(group) for group in range(len(witness.groups)))
     ages = Counter(step - witness.groups[group].version for group, step in witness.trained.items())
     yield Named("events", f"{witness.events:,}")

@@ -25,10 +25,10 @@ import msgspec
 from dora_rl.core.commands import AnyCommand, Command
 from dora_rl.core.errors import IntegrityError, UserError
 from dora_rl.core.events import AnyEvent, Event
-from dora_rl.core.nouns import Nanoseconds, TrajectoryId
+from dora_rl.core.types import Nanoseconds, TrajectoryId
 from dora_rl.ledger.notes import AnyNote, CheckpointSaved, Noted
 from dora_rl.ledger.schema import SCHEMA_VERSION, TABLES
-from dora_rl.ledger.writing import Batch, EventRow, Line, NoteRow, SaidRow, Writer, chain, digest, notes_tail, tail
+from dora_rl.ledger.writer import EventRow, Line, NoteRow, SaidRow, WriteBatch, Writer, chain, digest, notes_tail, tail
 
 _EVENT = msgspec.json.Decoder(AnyEvent)
 _NOTE = msgspec.json.Decoder(AnyNote)
@@ -101,7 +101,7 @@ class Ledger:
         self.failure = ""
         """Why nothing will be written any more."""
         self._before = spent(self._reader)
-        self._batch = Batch()
+        self._batch = WriteBatch()
         self._lock = threading.Lock()
         self._work = threading.Event()
         self._urgent = threading.Event()
@@ -206,7 +206,7 @@ class Ledger:
             self._work.clear()
             self._urgent.clear()
             with self._lock:
-                batch, self._batch = self._batch, Batch()
+                batch, self._batch = self._batch, WriteBatch()
                 upto = self.seq
             rows, notes = writer.rows(batch.lines), writer.note_rows(batch.notes)
             if self._commit(connection, writer, batch, rows, notes):
@@ -215,7 +215,7 @@ class Ledger:
                 self._woken()
                 self._show(rows)
             self._writing = time.thread_time()
-            if self._closing and self._batch == Batch():
+            if self._closing and self._batch == WriteBatch():
                 connection.close()
                 return
 
@@ -229,7 +229,7 @@ class Ledger:
         self,
         connection: sqlite3.Connection,
         writer: Writer,
-        batch: Batch,
+        batch: WriteBatch,
         rows: list[EventRow],
         notes: list[NoteRow],
     ) -> bool:

@@ -14,8 +14,8 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from dora_rl.core.digests import FileDigest
-from dora_rl.core.nouns import Nanoseconds, Record, Version
+from dora_rl.core.file_digests import FileDigest
+from dora_rl.core.types import Nanoseconds, Record, Version
 
 
 class Note(Record, frozen=True, kw_only=True, tag=True):
@@ -33,7 +33,7 @@ class Configured(Note, frozen=True, kw_only=True):
     config: dict[str, Any]
     """All settings, resolved."""
     digest: str
-    """Of both, as `core.digests.text_digest` gives it of their JSON with sorted keys."""
+    """Of both, as `core.file_digests.text_digest` gives it of their JSON with sorted keys."""
 
 
 class SettingChanged(Note, frozen=True, kw_only=True):

@@ -41,7 +41,7 @@ FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, NotImp
 """What a module that is called in a way it does not support may raise; `ValueError` and `ModelError` besides."""
 
 
-class Difference(NamedTuple):
+class ExactnessDifference(NamedTuple):
     """How far two sets of log-probs are apart."""
 
     share: float
@@ -83,7 +83,7 @@ def reference(model: Any, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
     return found
 
 
-def difference(found: Sequence[Tensor], wanted: Sequence[Tensor], model: Any) -> Difference:
+def difference(found: Sequence[Tensor], wanted: Sequence[Tensor], model: Any) -> ExactnessDifference:
     """Of the [positions, vocabulary] log-probs of each sequence; that of the worst sequence."""
     plain = torch.cat(list(wanted))
     spread = (plain - plain.mean(-1, keepdim=True)).square().mean().sqrt().clamp(min=torch.finfo(torch.float32).tiny)
@@ -94,7 +94,7 @@ def difference(found: Sequence[Tensor], wanted: Sequence[Tensor], model: Any) ->
         if not bool(errors.isfinite().all()):
             worst = float("inf")
         worst = max(worst, float(errors.median() if robust else errors.max()))
-    return Difference(worst, TOLERANCE[str(model.dtype).removeprefix("torch.")])
+    return ExactnessDifference(worst, TOLERANCE[str(model.dtype).removeprefix("torch.")])
 
 
 def is_mixture(model: Any) -> bool:
@@ -102,7 +102,7 @@ def is_mixture(model: Any) -> bool:
     return any("expert" in name for name, _ in model.named_modules())
 
 
-def refusal(model: Any, purpose: str, how: str, outcome: Difference | Exception) -> ModelError:
+def refusal(model: Any, purpose: str, how: str, outcome: ExactnessDifference | Exception) -> ModelError:
     """The one sentence about a model that can't be used."""
     name = type(model).__name__
     if isinstance(outcome, ModelError):

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from dora_rl.core.errors import VersionError
-from dora_rl.core.nouns import Fingerprint, Version
 from dora_rl.core.probe import Probe
+from dora_rl.core.types import Fingerprint, Version
 
 
 class MemoryWeights:

@@ -6,13 +6,13 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, FiniteFloat, field_validator, model_validator
 
-from dora_rl.control.config import ControlConfig
 from dora_rl.core.config import Config
 from dora_rl.engine.config import EngineConfig
 from dora_rl.engine.requests import Sampling
 from dora_rl.envs.config import DataConfig, EnvironmentConfig, RewardConfig
 from dora_rl.models.loading import ModelConfig
-from dora_rl.runtime.cluster.config import RayConfig
+from dora_rl.orchestrator.config import ControlConfig
+from dora_rl.runtime.launch.ray.config import RayConfig
 from dora_rl.trainer.config import TrainerConfig
 
 

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 
 from dora_rl.core.errors import ConfigError, DataError, ModelError
 from dora_rl.envs.data import Dataset, Problem, load
-from dora_rl.envs.importing import one_line
+from dora_rl.envs.user_code import one_line
 from dora_rl.models.loading import ModelConfig, check_device, load_tokenizer
 from dora_rl.runtime.config import RunConfig
-from dora_rl.runtime.evaluation import held_out_problems
-from dora_rl.runtime.folder import unwritable
 from dora_rl.runtime.packages import need_packages
-from dora_rl.runtime.text import Text
+from dora_rl.runtime.run_dir import unwritable
+from dora_rl.runtime.supervisor.evaluation import held_out_problems
+from dora_rl.runtime.tokenization import Tokenization
 from dora_rl.runtime.trial import Trial
 
 _MOST_PROMPTS = 1000
@@ -32,7 +32,7 @@ _MOST_PROMPTS = 1000
 class Prepared(NamedTuple):
     """What the checks have read already."""
 
-    text: Text
+    text: Tokenization
     dataset: Dataset
     held_out: Sequence[Problem] | None
     """For evaluations; None where there are none."""
@@ -113,7 +113,7 @@ def check_model_files(config: ModelConfig) -> None:
         raise ModelError(f"'model.path': there is no tokenizer (tokenizer.json) in {folder}")
 
 
-def read_text(config: RunConfig) -> Text:
+def read_text(config: RunConfig) -> Tokenization:
     """The model's tokenizer; an architecture that is no causal language model of `transformers` is refused."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -123,7 +123,7 @@ def read_text(config: RunConfig) -> Text:
         kind = describe(config.model).model_type
         if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
             raise ModelError(f"'model.path': '{kind}' is no causal language model of transformers")
-    return Text(load_tokenizer(config.model), config)
+    return Tokenization(load_tokenizer(config.model), config)
 
 
 def describe(config: ModelConfig) -> Any:
@@ -136,7 +136,9 @@ def describe(config: ModelConfig) -> Any:
         raise ModelError(f"'model.path': cannot load '{config.path}': {one_line(error)}") from error
 
 
-def check_prompts(text: Text, config: RunConfig, problems: Sequence[Problem], notice: Callable[[str], None]) -> None:
+def check_prompts(
+    text: Tokenization, config: RunConfig, problems: Sequence[Problem], notice: Callable[[str], None]
+) -> None:
     """Refuse prompts that fill the context; say so where the longest responses would not fit beside them."""
     first = len(text.encode(problems[0]))  # a chat needs a template, which is found out here
     limit = context_limit(config)

@@ -16,17 +16,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dora_rl.core.digests import FileDigest, differences, sampled_digest, text_digest
 from dora_rl.core.errors import IntegrityError, UserError
-from dora_rl.core.nouns import Nanoseconds
-from dora_rl.envs.files import code_files, data_code, data_files
+from dora_rl.core.file_digests import FileDigest, differences, sampled_digest, text_digest
+from dora_rl.core.types import Nanoseconds
+from dora_rl.envs.task_files import code_files, data_code, data_files
 from dora_rl.ledger.notes import AnyNote, CheckpointSaved, Configured, FilesSeen, Noted, SettingChanged, utc
-from dora_rl.runtime.manifest import checkpoint_names, checkpoint_saved, manifest, newer
+from dora_rl.runtime.checkpoint_manifest import checkpoint_names, checkpoint_saved, manifest, newer
 
 if TYPE_CHECKING:
     from dora_rl.ledger.ledger import Ledger
     from dora_rl.runtime.config import RunConfig
-    from dora_rl.runtime.folder import RunFolder
+    from dora_rl.runtime.run_dir import RunDir
 
 CHANGEABLE = ("rollout.instances", "rollout.engine.probe_tolerance", "runtime", "ray", "mismatch")
 """Settings, or sections of them, that `config.json` may have otherwise than the run began with."""
@@ -37,7 +37,7 @@ _NAMED = 4
 """Settings named in one sentence."""
 
 
-class Difference(NamedTuple):
+class ProvenanceDifference(NamedTuple):
     """A setting that is not what it was."""
 
     key: str
@@ -51,7 +51,7 @@ class Difference(NamedTuple):
 class Provenance:
     """Of one run that is about to begin or to go on."""
 
-    def __init__(self, folder: RunFolder, config: RunConfig, ledger: Ledger, notice: Callable[[str], None]) -> None:
+    def __init__(self, folder: RunDir, config: RunConfig, ledger: Ledger, notice: Callable[[str], None]) -> None:
         self._folder = folder
         self._config = config
         self._ledger = ledger
@@ -179,14 +179,14 @@ def settings_now(notes: Iterable[AnyNote]) -> dict[str, Any]:
     return settings
 
 
-def differing(before: Mapping[str, Any], after: Mapping[str, Any], section: str = "") -> Iterator[Difference]:
+def differing(before: Mapping[str, Any], after: Mapping[str, Any], section: str = "") -> Iterator[ProvenanceDifference]:
     """Settings that differ, by their dotted names; one that is not there counts as unset."""
     for key in sorted(before.keys() | after.keys()):
         name, ours, theirs = f"{section}{key}", before.get(key), after.get(key)
         if isinstance(ours, dict) and isinstance(theirs, dict):
             yield from differing(ours, theirs, f"{name}.")
         elif ours != theirs:
-            yield Difference(name, ours, theirs)
+            yield ProvenanceDifference(name, ours, theirs)
 
 
 def changeable(key: str) -> bool:

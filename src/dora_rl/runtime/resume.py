@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dora_rl.core.config import build, override
 from dora_rl.core.errors import UserError
-from dora_rl.runtime.folder import RunFolder
+from dora_rl.runtime.run_dir import RunDir
 
 
-def change(folder: RunFolder, settings: list[str]) -> int | None:
+def change(folder: RunDir, settings: list[str]) -> int | None:
     """Resume elsewhere or with more or fewer instances, which is written down, or another K, which is returned."""
     before = folder.read()
     tree = override(before.model_dump(mode="json"), settings)

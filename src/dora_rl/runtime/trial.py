@@ -26,8 +26,8 @@ import msgspec
 from dora_rl.core.errors import ConfigError, UserError
 from dora_rl.envs.config import EnvironmentConfig, RewardConfig
 from dora_rl.envs.data import Problem
-from dora_rl.runtime.keeper import BY_SIGNAL, PATIENCE, keep
-from dora_rl.runtime.nursery import variables
+from dora_rl.runtime.launch.fork_server import variables
+from dora_rl.runtime.launch.reaper import BY_SIGNAL, PATIENCE, keep
 
 _IMPORT_SECONDS = 300.0
 """For importing the user's code. A run has no such limit; it is here so that a hanging import is named."""
@@ -132,7 +132,7 @@ class Trial:
 def _serve(replies: int, asked: dict[str, Any]) -> None:
     """The child's side."""
     from dora_rl.envs.environment import Environments
-    from dora_rl.envs.rewards import Judge
+    from dora_rl.envs.rewards import RewardScorer
 
     def say(stage: str, failed: str | None = None) -> None:
         line = {"stage": stage} if failed is None else {"stage": stage, "failed": failed}
@@ -143,7 +143,7 @@ def _serve(replies: int, asked: dict[str, Any]) -> None:
     reward, environment = RewardConfig(**asked["reward"]), EnvironmentConfig(**asked["environment"])
     folder, problem = Path(asked["folder"]), msgspec.convert(asked["problem"], Problem)
     try:
-        judge = Judge(reward, folder)
+        judge = RewardScorer(reward, folder)
         environments = None if environment.kind is None else Environments(environment, folder, None)
     except UserError as error:
         say("import", str(error))

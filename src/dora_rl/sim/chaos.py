@@ -3,7 +3,7 @@
 Instances, trainer, rewards and messages behave as the contract of `core.events` allows, in an order that `choose`
 picks: reports come late, twice and out of order; instances are lost during loads and moves, or fall silent; moves
 fail half-way; rewards fail or hang; the trainer dies at any moment. The number of faults is limited, and after that
-the schedule is fair, so a run that does not end has stalled. The engines are those of `sim.fakes`.
+the schedule is fair, so a run that does not end has stalled. The engines are those of `sim.fake_engine`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
-from dora_rl.control.config import ControlConfig
-from dora_rl.control.orchestrator import Orchestrator
 from dora_rl.core import commands as c
 from dora_rl.core import events as e
-from dora_rl.core.nouns import (
+from dora_rl.core.types import (
     GroupId,
     InstanceId,
     InstanceSpec,
@@ -27,8 +25,10 @@ from dora_rl.core.nouns import (
     Version,
     nanoseconds,
 )
-from dora_rl.sim.fakes import Bundle, Choose, FakeInstance, fingerprint
-from dora_rl.sim.witness import Witness, demand
+from dora_rl.orchestrator.config import ControlConfig
+from dora_rl.orchestrator.orchestrator import Orchestrator
+from dora_rl.sim.fake_engine import Choose, FakeBundle, FakeInstance, fingerprint
+from dora_rl.sim.invariants import InvariantChecker, demand
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ class ChaosPlan:
     kv_tokens: int = 1 << 20
 
 
-class ChaosWorld:
+class ChaosRuntime:
     """One schedule."""
 
     def __init__(self, config: ControlConfig, plan: ChaosPlan, choose: Choose) -> None:
@@ -57,7 +57,7 @@ class ChaosWorld:
         self.choose = choose
         self.tools = plan.tools
         self.orchestrator = Orchestrator(config)
-        self.witness = Witness(config)
+        self.witness = InvariantChecker(config)
         self.now: Nanoseconds = 0
         self.events = 0
         self.log: list[tuple[e.Event, Nanoseconds, list[c.Command]]] = []
@@ -302,7 +302,7 @@ class ChaosWorld:
             case _:
                 pass
 
-    def send(self, instance: InstanceId, message: c.Command | Bundle) -> None:
+    def send(self, instance: InstanceId, message: c.Command | FakeBundle) -> None:
         if instance in self.instances:
             self.instances[instance].inbox.append(message)
 
@@ -312,7 +312,7 @@ class ChaosWorld:
     def tagged(self, group: GroupId) -> Version:
         return self.witness.admitted[group][1]
 
-    FAULTS: ClassVar[dict[str, Callable[[ChaosWorld], bool]]] = {
+    FAULTS: ClassVar[dict[str, Callable[[ChaosRuntime], bool]]] = {
         "instance lost": _lose_instance,
         "instance silent": _silence,
         "instance joined": join,

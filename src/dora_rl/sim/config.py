@@ -7,8 +7,8 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from dora_rl.control.config import ControlConfig, ModeName
 from dora_rl.core.config import Config
+from dora_rl.orchestrator.config import ControlConfig, ModeName
 
 LayoutKind = Literal["colocated", "disaggregated", "elastic"]
 

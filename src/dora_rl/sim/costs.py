@@ -15,7 +15,7 @@ import math
 from functools import lru_cache
 
 from dora_rl.core.errors import ConfigError
-from dora_rl.core.nouns import DecodeCost
+from dora_rl.core.types import DecodeCost
 from dora_rl.sim.config import SimConfig
 
 

@@ -19,14 +19,14 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
-from dora_rl.core.accounting import Activity, TimeAccount
-from dora_rl.core.labels import Because, Cause, Label
-from dora_rl.core.nouns import SECOND, Attempt, InstanceSpec, Nanoseconds, TrajectoryId, Version, nanoseconds
+from dora_rl.core.activities import ActivityLabel, IdleCause, IdleReason
+from dora_rl.core.time_accounting import Activity, TimeAccount
+from dora_rl.core.types import SECOND, Attempt, InstanceSpec, Nanoseconds, TrajectoryId, Version, nanoseconds
 from dora_rl.sim.costs import Costs
-from dora_rl.sim.workload import Turn
+from dora_rl.sim.workload import SimTurn
 
-_STARTING = Cause(because=Because.STARTING)
-_SPARE = Cause(because=Because.SPARE)
+_STARTING = IdleCause(because=IdleReason.STARTING)
+_SPARE = IdleCause(because=IdleReason.SPARE)
 
 
 @dataclass(slots=True, eq=False)
@@ -35,7 +35,7 @@ class SimRequest:
 
     trajectory: TrajectoryId
     attempt: Attempt
-    turns: list[Turn]
+    turns: list[SimTurn]
     context: float
     """Tokens of KV, as of the last time it left or joined a batch."""
     remaining: float
@@ -60,7 +60,7 @@ class SimSlot:
     loading: bool = False
     active: int = 0
     transfers: int = 0
-    cause: Cause = field(default=_STARTING)
+    cause: IdleCause = field(default=_STARTING)
 
 
 class SimInstance:
@@ -74,7 +74,7 @@ class SimInstance:
         """Changes whenever the next wake-up does."""
         self.swaps = 0
         self.slot_list = [
-            SimSlot(TimeAccount(now, Activity(Label.IDLE, None, _STARTING), keep_segments=keep_segments))
+            SimSlot(TimeAccount(now, Activity(ActivityLabel.IDLE, None, _STARTING), keep_segments=keep_segments))
             for _ in range(spec.slots)
         ]
         self._costs = costs
@@ -86,9 +86,9 @@ class SimInstance:
         self._finishing: list[tuple[float, int, SimRequest]] = []
         self._ticket = 0
         self._swapped: deque[SimRequest] = deque()
-        self._stalls: deque[tuple[Label, Nanoseconds]] = deque()
+        self._stalls: deque[tuple[ActivityLabel, Nanoseconds]] = deque()
         self._stall_end: Nanoseconds | None = None
-        self._stall_label = Label.PREFILL
+        self._stall_label = ActivityLabel.PREFILL
 
     # -- load -------------------------------------------------------------------------------------------------
 
@@ -229,7 +229,7 @@ class SimInstance:
             self._swapped.append(request)
             tokens += request.context
             self.swaps += 1
-        self.stall(now, Label.MIGRATE, self._costs.swap(int(tokens)))
+        self.stall(now, ActivityLabel.MIGRATE, self._costs.swap(int(tokens)))
 
     def swap_in(self, now: Nanoseconds) -> None:
         """Bring back swapped requests that fit, first swapped first."""
@@ -239,11 +239,11 @@ class SimInstance:
                 return
             self._swapped.popleft()
             self.join(request)
-            self.stall(now, Label.MIGRATE, self._costs.swap(int(request.context)))
+            self.stall(now, ActivityLabel.MIGRATE, self._costs.swap(int(request.context)))
 
     # -- stalls and pauses ------------------------------------------------------------------------------------
 
-    def stall(self, now: Nanoseconds, label: Label, seconds: float) -> None:
+    def stall(self, now: Nanoseconds, label: ActivityLabel, seconds: float) -> None:
         """Decoding waits for so long. Call `advance` before."""
         duration = nanoseconds(seconds)
         if duration <= 0:
@@ -275,7 +275,7 @@ class SimInstance:
         self._since = now
         self.paused = False
         if self.requests:
-            self._stalls.appendleft((Label.LOAD, nanoseconds(self._costs.switch_role(self.kv_tokens))))
+            self._stalls.appendleft((ActivityLabel.LOAD, nanoseconds(self._costs.switch_role(self.kv_tokens))))
         self._next_stall(now)
 
     # -- labels -----------------------------------------------------------------------------------------------
@@ -287,11 +287,11 @@ class SimInstance:
 
     def _activity(self, slot: SimSlot) -> Activity:
         if self.paused:
-            return Activity(Label.TRAIN, slot.version)
+            return Activity(ActivityLabel.TRAIN, slot.version)
         if slot.loading:
-            return Activity(Label.LOAD, slot.version)
+            return Activity(ActivityLabel.LOAD, slot.version)
         if slot.active:
-            return Activity(Label.DECODE if self._stall_end is None else self._stall_label, slot.version)
+            return Activity(ActivityLabel.DECODE if self._stall_end is None else self._stall_label, slot.version)
         if slot.transfers:
-            return Activity(Label.MIGRATE, slot.version)
-        return Activity(Label.IDLE, slot.version, _SPARE if self._active else slot.cause)
+            return Activity(ActivityLabel.MIGRATE, slot.version)
+        return Activity(ActivityLabel.IDLE, slot.version, _SPARE if self._active else slot.cause)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import product
 
 from dora_rl.core.errors import ConfigError
-from dora_rl.sim.bound import LowerBound, lower_bound
 from dora_rl.sim.config import SimConfig
+from dora_rl.sim.lower_bound import LowerBound, lower_bound
 from dora_rl.sim.run import Result, Variant, parse_variant, simulate
 from dora_rl.sim.workload import Source
 

@@ -6,18 +6,18 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dora_rl.control.config import ControlConfig, Deadlines, ModeName, PlacementName
-from dora_rl.control.orchestrator import Orchestrator
-from dora_rl.core.accounting import Activity, Timeline, named, occupancy
+from dora_rl.core.activities import ActivityLabel, IdleReason
 from dora_rl.core.errors import ConfigError
 from dora_rl.core.events import Event
-from dora_rl.core.labels import Because, Label
-from dora_rl.core.nouns import SECOND, Nanoseconds, SlotId
-from dora_rl.core.ports import drive
-from dora_rl.sim.bound import LowerBound, lower_bound
+from dora_rl.core.interfaces import drive
+from dora_rl.core.time_accounting import Activity, Timeline, named, occupancy
+from dora_rl.core.types import SECOND, Nanoseconds, SlotId
+from dora_rl.orchestrator.config import ControlConfig, Deadlines, ModeName, PlacementName
+from dora_rl.orchestrator.orchestrator import Orchestrator
 from dora_rl.sim.config import LayoutKind, SimConfig
-from dora_rl.sim.witness import BOUNDS
-from dora_rl.sim.world import SimWorld
+from dora_rl.sim.invariants import BOUNDS
+from dora_rl.sim.lower_bound import LowerBound, lower_bound
+from dora_rl.sim.runtime import SimRuntime
 
 _NEVER = Deadlines(load=1e7, move=1e7, score=1e7, tool=1e7, heartbeat=1e7, progress=1e7, train=1e7, stall=1e7)
 """Nothing fails here, and simulated steps may take hours."""
@@ -101,7 +101,7 @@ class Result:
     @property
     def rollout_only(self) -> float:
         """Share of the trainer's time spent waiting for rollout."""
-        waits = (Because.ROLLOUT, Because.DEADLINE, Because.REWARD, Because.NO_PROMPTS)
+        waits = (IdleReason.ROLLOUT, IdleReason.DEADLINE, IdleReason.REWARD, IdleReason.NO_PROMPTS)
         return sum(self.trainer.get(f"idle: {cause.value}", 0.0) for cause in waits)
 
 
@@ -140,7 +140,7 @@ def _check_instances(config: SimConfig, layout: LayoutKind, instances: int) -> N
         )
 
 
-class Meter(SimWorld):
+class Meter(SimRuntime):
     """A simulated world that measures itself from the end of the warm-up on."""
 
     def __init__(
@@ -249,7 +249,7 @@ def _shares(totals: Counter[Activity], *, idle_only: bool = False, by_label: boo
     whole = sum(totals.values())
     result: Counter[str] = Counter()
     for activity, spent in totals.items():
-        if activity.label is Label.IDLE and not by_label:
+        if activity.label is ActivityLabel.IDLE and not by_label:
             assert activity.cause is not None
             cause = activity.cause.because.value
             result[cause if idle_only else named(activity.label, cause)] += spent

@@ -20,7 +20,7 @@ _BLOCK = 1024
 """Prompts per block: large enough that drawing costs nothing per prompt."""
 
 
-class Turn(NamedTuple):
+class SimTurn(NamedTuple):
     """Tokens to sample, then a tool call (none after the last turn)."""
 
     tokens: int
@@ -90,18 +90,18 @@ class Source:
             lengths = self._blocks[block] = self._draw(block)
         return int(lengths[row, sibling])
 
-    def turns(self, prompt: int, sibling: int) -> list[Turn]:
+    def turns(self, prompt: int, sibling: int) -> list[SimTurn]:
         """What the trajectory will do."""
         tokens = self.response_tokens(prompt, sibling)
         workload = self._workload
         count = min(workload.turns, tokens)
         if count == 1:
-            return [Turn(tokens, 0.0, 0)]
+            return [SimTurn(tokens, 0.0, 0)]
         random = np.random.default_rng((self._seed, 1, prompt, sibling))
         waits = workload.tool_seconds * np.exp(random.standard_normal(count - 1))
         each = tokens // count
-        turns = [Turn(each, float(wait), workload.tool_tokens) for wait in waits]
-        return [*turns, Turn(tokens - each * (count - 1), 0.0, 0)]
+        turns = [SimTurn(each, float(wait), workload.tool_tokens) for wait in waits]
+        return [*turns, SimTurn(tokens - each * (count - 1), 0.0, 0)]
 
     def sample(self, prompts: int) -> np.ndarray:
         """Response lengths of the first prompts, one row each."""

@@ -30,11 +30,12 @@ import msgspec
 import torch
 from torch import Tensor
 
-from dora_rl.core.digests import tree_digests
-from dora_rl.core.durable import sync, sync_tree
+from dora_rl.core.durable_files import sync, sync_tree
 from dora_rl.core.errors import CheckpointError
-from dora_rl.core.nouns import Record, Version
-from dora_rl.trainer import adapter, shards
+from dora_rl.core.file_digests import tree_digests
+from dora_rl.core.types import Record, Version
+from dora_rl.trainer import sharded_state as shards
+from dora_rl.trainer import trainable as adapter
 from dora_rl.trainer.trainer import Trainer
 
 _NAME = re.compile(r"version-(\d{8})\.(\d+)")

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dora_rl.core.nouns import StepId
 from dora_rl.core.trajectory import Group
+from dora_rl.core.types import StepId
 from dora_rl.trainer.moe import Routers
 
 SUMS = (

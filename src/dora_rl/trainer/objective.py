@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from dora_rl.trainer.algorithms import find
-from dora_rl.trainer.algorithms.algorithm import Tokens
-from dora_rl.trainer.algorithms.pieces import gap_weights, kl_estimate, sequence_sum, token_weights
+from dora_rl.trainer.algorithms.algorithm import TokenBatch
+from dora_rl.trainer.algorithms.losses import gap_weights, kl_estimate, sequence_sum, token_weights
 from dora_rl.trainer.config import AlgorithmConfig
 from dora_rl.trainer.packing import MicroBatch
 from dora_rl.trainer.policy import PolicyOutput
@@ -51,7 +51,7 @@ def micro_loss(
     algorithm = find(config.name)
     start = output.logprobs.detach() if references.anchor is None else references.anchor
     corrected = config.correction != "none"
-    tokens = Tokens(
+    tokens = TokenBatch(
         log_ratio=output.logprobs - (start if corrected else batch.behaviour),
         logprobs=output.logprobs,
         advantages=advantages[batch.sequence],

@@ -30,7 +30,7 @@ def learning_rate(config: OptimiserConfig, update: int) -> float:
     return config.learning_rate * (config.final_share + (1 - config.final_share) * share)
 
 
-class Snapshot(NamedTuple):
+class OptimiserSnapshot(NamedTuple):
     """Weights and state at one moment."""
 
     weights: list[Tensor]
@@ -104,16 +104,18 @@ class Optimiser:
                     host.grad = None
         self.clear()
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> OptimiserSnapshot:
         """Copies of the weights and of the state, to undo updates with."""
         state = {
             place: {name: value.clone() for name, value in self.adamw.state[tensor].items()}
             for place, tensor in enumerate(self._hosted)
             if tensor in self.adamw.state
         }
-        return Snapshot([_local(parameter).detach().clone() for parameter in self.parameters], state, self.updates)
+        return OptimiserSnapshot(
+            [_local(parameter).detach().clone() for parameter in self.parameters], state, self.updates
+        )
 
-    def restore(self, snapshot: Snapshot) -> None:
+    def restore(self, snapshot: OptimiserSnapshot) -> None:
         """Undo all updates since the snapshot."""
         self.clear()
         with torch.no_grad():

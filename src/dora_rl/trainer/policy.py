@@ -20,11 +20,11 @@ from torch.nn import functional
 from dora_rl.core.errors import ModelError
 from dora_rl.core.trajectory import Trajectory
 from dora_rl.models import exactness, head
-from dora_rl.models.exactness import Difference
+from dora_rl.models.exactness import ExactnessDifference
 from dora_rl.models.packed import NAME
 from dora_rl.trainer.config import TrainerConfig
 from dora_rl.trainer.packing import MicroBatch, pack
-from dora_rl.trainer.world import World, shard
+from dora_rl.trainer.rank_group import RankGroup, shard
 
 # Settings with which a model's logits are more than hidden states times output embeddings.
 _HEAD_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
@@ -131,7 +131,7 @@ def choose_form(model: Any) -> Form:
         plain = [rows[prompt - 1 : -1] for rows in wanted]
     if failed:
         raise exactness.refusal(model, "training", "a plain forward pass", failed[0])
-    last: Difference | Exception = ModelError("there is no form to train it in")
+    last: ExactnessDifference | Exception = ModelError("there is no form to train it in")
     own = exactness.attention_of(model)
     for form in _forms(model):
         with exactness.failures_as(failed):
@@ -139,12 +139,12 @@ def choose_form(model: Any) -> Form:
         exactness.set_attention(model, own)
         if failed:
             last = failed.pop()
-        elif isinstance(last, Difference) and last.exact:
+        elif isinstance(last, ExactnessDifference) and last.exact:
             return form
     raise exactness.refusal(model, "training", HOW, last)
 
 
-def sharded_policy(model: Any, form: Form, config: TrainerConfig, world: World) -> Policy:
+def sharded_policy(model: Any, form: Form, config: TrainerConfig, world: RankGroup) -> Policy:
     """A policy in this form, sharded over the processes."""
     policy = Policy(model, config.temperature, form, one_bucket=world.mesh is not None)
     if world.mesh is not None:
@@ -182,7 +182,7 @@ def _forms(model: Any) -> list[Form]:
 
 
 @torch.no_grad()
-def _measure(model: Any, form: Form, trajectories: list[Trajectory], wanted: list[Tensor]) -> Difference:
+def _measure(model: Any, form: Form, trajectories: list[Trajectory], wanted: list[Tensor]) -> ExactnessDifference:
     batch = pack(trajectories).to(model.device)
     found = Policy(model, 1.0, form).logits(batch).float().log_softmax(-1)
     return exactness.difference(torch.split(found, [len(rows) for rows in wanted]), wanted, model)

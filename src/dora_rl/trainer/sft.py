@@ -16,8 +16,8 @@ from pydantic import Field
 
 from dora_rl.core.config import Config
 from dora_rl.core.errors import DataError
-from dora_rl.core.nouns import Record
 from dora_rl.core.trajectory import Group, Trajectory
+from dora_rl.core.types import Record
 from dora_rl.trainer.config import LoraConfig, OptimiserConfig, TrainerConfig
 from dora_rl.trainer.trainer import Trainer
 

@@ -23,21 +23,23 @@ import torch
 from torch import Tensor
 
 from dora_rl.core.errors import IntegrityError, NonFiniteError
-from dora_rl.core.nouns import Fingerprint, Record, StepId, TrajectoryId, Version
-from dora_rl.core.ports import WeightSink
+from dora_rl.core.interfaces import WeightSink
 from dora_rl.core.probe import Probe
 from dora_rl.core.trajectory import Group, Trajectory
-from dora_rl.trainer import adapter, gaps, metrics
-from dora_rl.trainer.algorithms.pieces import denominator
+from dora_rl.core.types import Fingerprint, Record, StepId, TrajectoryId, Version
+from dora_rl.trainer import logprob_gap as gaps
+from dora_rl.trainer import metrics
+from dora_rl.trainer import trainable as adapter
+from dora_rl.trainer.algorithms.losses import denominator
 from dora_rl.trainer.config import TrainerConfig
 from dora_rl.trainer.moe import Routers
 from dora_rl.trainer.objective import MicroLoss, References, micro_loss
+from dora_rl.trainer.open_step import OpenStep
 from dora_rl.trainer.optimiser import Optimiser, all_finite, learning_rate
 from dora_rl.trainer.packing import MicroBatch, pack, plan
 from dora_rl.trainer.policy import checkpoint_activations, choose_form, sharded_policy
-from dora_rl.trainer.probing import Probing
-from dora_rl.trainer.step import OpenStep
-from dora_rl.trainer.world import World
+from dora_rl.trainer.probe import TrainerProbe
+from dora_rl.trainer.rank_group import RankGroup
 
 
 class StepReport(Record, frozen=True, kw_only=True):
@@ -58,14 +60,14 @@ class Trainer:
         config: TrainerConfig,
         *,
         version: Version = 0,
-        world: World | None = None,
+        world: RankGroup | None = None,
         truncation: float = 0.0,
         seed: int = 0,
     ) -> None:
         self.config = config
         self._truncation = truncation
         """How far sampling may have raised the log-prob of a token, see `gaps.explained_by_sampling`."""
-        self.world = world or World()
+        self.world = world or RankGroup()
         self.version = version
         # Evaluation mode: dropout would give the trained tokens other log-probs than rollout sampled them with.
         model.eval()
@@ -80,7 +82,7 @@ class Trainer:
         self.routers = Routers(model, config.moe, packed=form.packed)
         self.optimiser = Optimiser(self.policy, config.optimiser)
         self._open: OpenStep | None = None
-        self._probe = Probing(model, seed)
+        self._probe = TrainerProbe(model, seed)
 
     @property
     def model(self) -> Any:

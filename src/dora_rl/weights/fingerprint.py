@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dora_rl.core.nouns import Fingerprint
-from dora_rl.core.ports import TensorSpec
+from dora_rl.core.interfaces import TensorSpec
+from dora_rl.core.types import Fingerprint
 from dora_rl.models.dtypes import spec
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dora_rl.core.errors import StoreError
-from dora_rl.core.nouns import Fingerprint, Version
 from dora_rl.core.probe import Probe
+from dora_rl.core.types import Fingerprint, Version
 from dora_rl.models.dtypes import DTYPES
 
 if TYPE_CHECKING:

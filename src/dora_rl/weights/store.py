@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dora_rl.core.durable import sync
+from dora_rl.core.durable_files import sync
 from dora_rl.core.errors import FingerprintError, StoreError
-from dora_rl.core.nouns import Fingerprint, Version
-from dora_rl.core.ports import TensorSpec
+from dora_rl.core.interfaces import TensorSpec
 from dora_rl.core.probe import Probe
+from dora_rl.core.types import Fingerprint, Version
 from dora_rl.models.dtypes import DTYPES
 from dora_rl.weights import layout
 from dora_rl.weights.fingerprint import combine, digest, fingerprint, raw

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from dora_rl.core.errors import ConfigError
-from dora_rl.engine.vllm.installed import require
+from dora_rl.engine.vllm.version_check import require
 
 if TYPE_CHECKING:
     from dora_rl.engine.config import EngineConfig

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from dora_rl.core.accounting import Activity, TimeAccount
+from dora_rl.core.activities import ActivityLabel, IdleCause, IdleReason
 from dora_rl.core.errors import (
     BundleError,
     DoraError,
@@ -32,8 +32,8 @@ from dora_rl.core.errors import (
     VersionError,
 )
 from dora_rl.core.events import KvPressure, Progress, SlotLoaded, SlotLoadFailed
-from dora_rl.core.labels import Because, Cause, Label
-from dora_rl.core.nouns import (
+from dora_rl.core.time_accounting import Activity, TimeAccount
+from dora_rl.core.types import (
     Attempt,
     Fingerprint,
     InstanceId,
@@ -43,25 +43,25 @@ from dora_rl.core.nouns import (
     TrajectoryId,
     Version,
 )
-from dora_rl.engine.bundle import Bundle
-from dora_rl.engine.checks import check_request, reach, says_stop
 from dora_rl.engine.config import EngineConfig
+from dora_rl.engine.kv_transfer.format import KvBundle
+from dora_rl.engine.kv_transfer.shared_memory import SegmentPool
+from dora_rl.engine.request_checks import check_request, reach, says_stop
 from dora_rl.engine.requests import Request, StepOutput, StopReason
-from dora_rl.engine.segments import Segments
 from dora_rl.engine.stats import Stats
+from dora_rl.engine.vllm.accounting import StepAccounting
+from dora_rl.engine.vllm.active_requests import ActiveRequests
 from dora_rl.engine.vllm.core import Core, Output
-from dora_rl.engine.vllm.hosted import Hosted
-from dora_rl.engine.vllm.moving import brought, pack, sound
-from dora_rl.engine.vllm.probing import Probing
+from dora_rl.engine.vllm.kv_transfer import brought, pack, sound
+from dora_rl.engine.vllm.probe import VllmProbe
 from dora_rl.engine.vllm.reports import Reports
-from dora_rl.engine.vllm.sequence import Sequence
+from dora_rl.engine.vllm.sequence import VllmSequence
 from dora_rl.engine.vllm.serving import Serving, label
-from dora_rl.engine.vllm.tally import Tally
 
 Clock = Callable[[], Nanoseconds]
 
 
-class Slot:
+class VllmSlot:
     """One place for one version."""
 
     def __init__(self) -> None:
@@ -86,17 +86,17 @@ class VllmEngine:
         self.config = config
         self.instance = instance
         self.kernels = f"vLLM {core.version}"
-        self.slots = [Slot() for _ in range(serving.slots)]
+        self.slots = [VllmSlot() for _ in range(serving.slots)]
         self._core = core
         self._serving = serving
         self._tokenizer = tokenizer
         self._clock = clock
-        self._tally = Tally(clock)
-        self._segments = Segments()
-        self._sequences: dict[TrajectoryId, Sequence] = {}
-        self._hosted = Hosted(core, serving.adapter)
+        self._tally = StepAccounting(clock)
+        self._segments = SegmentPool()
+        self._sequences: dict[TrajectoryId, VllmSequence] = {}
+        self._hosted = ActiveRequests(core, serving.adapter)
         self._reports = Reports(instance)
-        self._probing = Probing(core, config.probe_tolerance, self._take)
+        self._probing = VllmProbe(core, config.probe_tolerance, self._take)
 
     # Slots.
 
@@ -126,7 +126,7 @@ class VllmEngine:
         """Until every load that was asked for is done and its slot serves."""
         self._load_all()
 
-    def note_idle(self, slot: int, cause: Cause) -> None:
+    def note_idle(self, slot: int, cause: IdleCause) -> None:
         """Why a slot has nothing to do: the instance's time is one account, so it counts when all have nothing."""
         self._slot(slot)
         if not self._hosted:
@@ -143,7 +143,7 @@ class VllmEngine:
         if place.version is None or place.version != request.version:
             raise VersionError(f"slot {slot} serves version {place.version}, not {request.version}")
         self._check(request)
-        sequence = Sequence(request, slot, place.fingerprint, self._core.context)
+        sequence = VllmSequence(request, slot, place.fingerprint, self._core.context)
         try:
             self._hosted.add(sequence)
         except ValueError as error:
@@ -184,7 +184,7 @@ class VllmEngine:
         del self._sequences[trajectory]
         self._reports.generated(sequence, self.kv_tokens)
 
-    def export(self, trajectories: Iterable[TrajectoryId], *, shared: bool = True) -> Bundle:
+    def export(self, trajectories: Iterable[TrajectoryId], *, shared: bool = True) -> KvBundle:
         """Requests leave with their tokens and KV. What they sampled so far is reported here first."""
         start = self._clock()
         leaving = [self._sequence(trajectory) for trajectory in trajectories]
@@ -202,10 +202,10 @@ class VllmEngine:
         for sequence in leaving:
             del self._sequences[sequence.request.trajectory]
         self.stats.exported += len(leaving)
-        self._tally.spent(Activity(Label.MIGRATE, leaving[0].request.version), start)
+        self._tally.spent(Activity(ActivityLabel.MIGRATE, leaving[0].request.version), start)
         return bundle
 
-    def import_(self, bundle: Bundle, slot: int) -> tuple[tuple[TrajectoryId, ...], tuple[BundleError, ...]]:
+    def import_(self, bundle: KvBundle, slot: int) -> tuple[tuple[TrajectoryId, ...], tuple[BundleError, ...]]:
         """Requests of a bundle go on here: who arrived, and what was wrong with the rest."""
         start = self._clock()
         place = self._slot(slot)
@@ -218,7 +218,7 @@ class VllmEngine:
             except RequestError as error:
                 errors.append(error if isinstance(error, BundleError) else BundleError(str(error)))
                 continue
-            sequence = Sequence(moved.request, slot, place.fingerprint, self._core.context)
+            sequence = VllmSequence(moved.request, slot, place.fingerprint, self._core.context)
             sequence.known = moved.known
             sequence.keep_alive = None if kv is None else bundle
             self._sequences[moved.request.trajectory] = sequence
@@ -227,7 +227,7 @@ class VllmEngine:
             arrived.append(moved.request.trajectory)
         bundle.taken()
         self.stats.imported += len(arrived)
-        self._tally.spent(Activity(Label.MIGRATE, place.version), start)
+        self._tally.spent(Activity(ActivityLabel.MIGRATE, place.version), start)
         return tuple(arrived), tuple(errors)
 
     # What the engine is.
@@ -286,8 +286,8 @@ class VllmEngine:
             self._tally.stepped(start, versions)
             if self._tally.preempted(self._core.counters):
                 self._reports.events.append(KvPressure(instance=self.instance, kv_tokens=self.kv_tokens))
-        elif self._tally.account.current.label is not Label.IDLE:
-            self._tally.idle(Cause(because=Because.NO_PROMPTS))
+        elif self._tally.account.current.label is not ActivityLabel.IDLE:
+            self._tally.idle(IdleCause(because=IdleReason.NO_PROMPTS))
         return self.drain()
 
     def drain(self) -> StepOutput:
@@ -317,7 +317,7 @@ class VllmEngine:
                 slot.version = version
                 loaded = SlotLoaded(slot=where, version=version, fingerprint=slot.fingerprint, probe=probe)
                 self._reports.events.append(loaded)
-            self._tally.spent(Activity(Label.LOAD, version), start)
+            self._tally.spent(Activity(ActivityLabel.LOAD, version), start)
 
     # Inside: requests in vLLM.
 
@@ -347,7 +347,7 @@ class VllmEngine:
         else:
             self._fail(sequence, f"vLLM ended it with '{output.reason}'")
 
-    def _end(self, sequence: Sequence, *, ended: bool) -> None:
+    def _end(self, sequence: VllmSequence, *, ended: bool) -> None:
         """A turn is over; vLLM knows it already if `ended`."""
         request = sequence.request
         if ended:
@@ -367,14 +367,14 @@ class VllmEngine:
             del self._sequences[request.trajectory]
             self._reports.generated(sequence, self.kv_tokens)
 
-    def _fail(self, sequence: Sequence, reason: str) -> None:
+    def _fail(self, sequence: VllmSequence, reason: str) -> None:
         self._hosted.withdraw([sequence])
         self._reports.flush(sequence)
         del self._sequences[sequence.request.trajectory]
         self._reports.ended(sequence, StopReason.FAILED)
         self._reports.failed(sequence, reason)
 
-    def _compare(self, sequence: Sequence, output: Output) -> None:
+    def _compare(self, sequence: VllmSequence, output: Output) -> None:
         """vLLM's own stamp says the version that we asked for."""
         expected = label(sequence.request.version)
         if output.versions - {expected}:
@@ -383,7 +383,7 @@ class VllmEngine:
                 f"{', '.join(sorted(output.versions))}, but it was to be from {expected}"
             )
 
-    def _says_stop(self, sequence: Sequence) -> bool:
+    def _says_stop(self, sequence: VllmSequence) -> bool:
         stops = sequence.request.sampling.stop
         return bool(stops) and says_stop(sequence.response[-reach(stops) :], stops, self._tokenizer)
 
@@ -401,18 +401,18 @@ class VllmEngine:
                 "raise kv_bytes or lower max_tokens"
             )
 
-    def _slot(self, index: int) -> Slot:
+    def _slot(self, index: int) -> VllmSlot:
         if not 0 <= index < len(self.slots):
             raise SlotError(f"there is no slot {index}: the engine has {len(self.slots)}")
         return self.slots[index]
 
-    def _parked(self, trajectory: TrajectoryId, attempt: Attempt) -> Sequence:
+    def _parked(self, trajectory: TrajectoryId, attempt: Attempt) -> VllmSequence:
         sequence = self._sequences.get(trajectory)
         if sequence is None or sequence.request.attempt != attempt or sequence.name is not None:
             raise RequestError(f"trajectory {trajectory}, attempt {attempt}, is not parked here")
         return sequence
 
-    def _sequence(self, trajectory: TrajectoryId) -> Sequence:
+    def _sequence(self, trajectory: TrajectoryId) -> VllmSequence:
         sequence = self._sequences.get(trajectory)
         if sequence is None:
             raise RequestError(f"trajectory {trajectory} is not here")

@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 from dora_rl.core.events import AnyEvent, Generated, Parked, TrajectoryFailed
-from dora_rl.core.nouns import InstanceId
+from dora_rl.core.types import InstanceId
 from dora_rl.engine.requests import Finished, StepOutput, StopReason, Tokens
-from dora_rl.engine.vllm.sequence import Sequence
+from dora_rl.engine.vllm.sequence import VllmSequence
 
 
 class Reports:
@@ -29,7 +29,7 @@ class Reports:
         self._tokens, self._finished, self.events = [], [], []
         return output
 
-    def flush(self, sequence: Sequence) -> None:
+    def flush(self, sequence: VllmSequence) -> None:
         """What was sampled since the last time."""
         count = sequence.said - sequence.reported
         if not count:
@@ -52,26 +52,26 @@ class Reports:
         sequence.reported += count
         del sequence.logprobs[:]
 
-    def ended(self, sequence: Sequence, reason: StopReason) -> None:
+    def ended(self, sequence: VllmSequence, reason: StopReason) -> None:
         """A turn is over."""
         self._finished.append(Finished(**_stamp(sequence), reason=reason, tokens=sequence.said))
 
-    def parked(self, sequence: Sequence, kv_tokens: int) -> None:
+    def parked(self, sequence: VllmSequence, kv_tokens: int) -> None:
         """It waits for its environment."""
         request = sequence.request
         self.events.append(Parked(trajectory=request.trajectory, attempt=request.attempt, kv_tokens=kv_tokens))
 
-    def generated(self, sequence: Sequence, kv_tokens: int) -> None:
+    def generated(self, sequence: VllmSequence, kv_tokens: int) -> None:
         """Its last token is there."""
         stamp = _stamp(sequence)
         self.events.append(Generated(**stamp, instance=self._instance, tokens=sequence.said, kv_tokens=kv_tokens))
 
-    def failed(self, sequence: Sequence, reason: str) -> None:
+    def failed(self, sequence: VllmSequence, reason: str) -> None:
         """It can't be finished."""
         self.events.append(TrajectoryFailed(trajectory=sequence.request.trajectory, reason=reason))
 
 
-def _stamp(sequence: Sequence) -> dict[str, Any]:
+def _stamp(sequence: VllmSequence) -> dict[str, Any]:
     return {
         "trajectory": sequence.request.trajectory,
         "attempt": sequence.request.attempt,

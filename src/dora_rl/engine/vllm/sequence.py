@@ -6,11 +6,11 @@ from array import array
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dora_rl.core.nouns import Fingerprint
+    from dora_rl.core.types import Fingerprint
     from dora_rl.engine.requests import Request
 
 
-class Sequence:
+class VllmSequence:
     """One request and what it has said."""
 
     __slots__ = (

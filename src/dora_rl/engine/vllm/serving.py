@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dora_rl.core.errors import FingerprintError, SlotError
-from dora_rl.core.nouns import Fingerprint, Version
-from dora_rl.core.ports import PublishedFile, WeightFiles
+from dora_rl.core.interfaces import PublishedFile, WeightFiles
 from dora_rl.core.probe import Probe
+from dora_rl.core.types import Fingerprint, Version
 from dora_rl.engine.vllm.core import Core, Lora
 
 

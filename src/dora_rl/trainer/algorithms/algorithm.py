@@ -46,7 +46,7 @@ class Clip(NamedTuple):
     """A ratio above this is clipped where the advantage is negative; None leaves it free."""
 
 
-class Tokens(NamedTuple):
+class TokenBatch(NamedTuple):
     """The trained tokens of a micro-batch."""
 
     log_ratio: Tensor
@@ -72,7 +72,7 @@ class TokenLoss(NamedTuple):
     """[N] true where a bound cut the gradient or the weight."""
 
 
-PolicyLoss: TypeAlias = Callable[[Tokens, Clip], TokenLoss]
+PolicyLoss: TypeAlias = Callable[[TokenBatch, Clip], TokenLoss]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

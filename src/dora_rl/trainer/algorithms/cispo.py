@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dora_rl.trainer.algorithms.algorithm import Algorithm, Clip, TokenLoss, Tokens
+from dora_rl.trainer.algorithms.algorithm import Algorithm, Clip, TokenBatch, TokenLoss
 from dora_rl.trainer.algorithms.grpo import normalised
 
 
-def bounded_weight(tokens: Tokens, clip: Clip) -> TokenLoss:
+def bounded_weight(tokens: TokenBatch, clip: Clip) -> TokenLoss:
     """Policy gradient weighted by the clipped ratio."""
     import torch
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dora_rl.trainer.algorithms.algorithm import Algorithm, Clip, TokenLoss, Tokens
+from dora_rl.trainer.algorithms.algorithm import Algorithm, Clip, TokenBatch, TokenLoss
 from dora_rl.trainer.algorithms.grpo import normalised
-from dora_rl.trainer.algorithms.pieces import clipped_surrogate, sequence_sum
+from dora_rl.trainer.algorithms.losses import clipped_surrogate, sequence_sum
 
 
-def sequence_clip(tokens: Tokens, clip: Clip) -> TokenLoss:
+def sequence_clip(tokens: TokenBatch, clip: Clip) -> TokenLoss:
     """The surrogate on trajectory ratios, said for each of their tokens."""
     log_ratio = sequence_sum(tokens.log_ratio, tokens.sequence, len(tokens.lengths)) / tokens.lengths
     return clipped_surrogate(log_ratio[tokens.sequence].exp(), tokens.advantages, clip)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dora_rl.trainer.algorithms.algorithm import Algorithm, Clip
 from dora_rl.trainer.algorithms.grpo import normalised
-from dora_rl.trainer.algorithms.pieces import ppo_clip
+from dora_rl.trainer.algorithms.losses import ppo_clip
 
 # Defaults: the first two are DAPO's, the third is the usual one of dual-clip PPO (arXiv 1912.09729).
 LONGCAT = Algorithm(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from dora_rl.trainer.algorithms.algorithm import Algorithm, Clip, Rewards
 from dora_rl.trainer.algorithms.dr_grpo import centred
 from dora_rl.trainer.algorithms.grpo import EPSILON
-from dora_rl.trainer.algorithms.pieces import ppo_clip
+from dora_rl.trainer.algorithms.losses import ppo_clip
 
 if TYPE_CHECKING:
     import numpy as np

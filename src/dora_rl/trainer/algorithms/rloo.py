@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from dora_rl.core.errors import ConfigError
 from dora_rl.trainer.algorithms.algorithm import Algorithm, Clip, Rewards
-from dora_rl.trainer.algorithms.pieces import ppo_clip
+from dora_rl.trainer.algorithms.losses import ppo_clip
 
 if TYPE_CHECKING:
     import numpy as np

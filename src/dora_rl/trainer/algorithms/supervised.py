@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dora_rl.trainer.algorithms.algorithm import Algorithm, Clip, Rewards, TokenLoss, Tokens
+from dora_rl.trainer.algorithms.algorithm import Algorithm, Clip, Rewards, TokenBatch, TokenLoss
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,7 +18,7 @@ def one(rewards: Rewards) -> list[NDArray[np.float64]]:
     return [np.ones_like(group) for group in rewards]
 
 
-def negative_log_likelihood(tokens: Tokens, _: Clip) -> TokenLoss:
+def negative_log_likelihood(tokens: TokenBatch, _: Clip) -> TokenLoss:
     """Nothing is sampled here, so there is no ratio and nothing to clip."""
     import torch
 

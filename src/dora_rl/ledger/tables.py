@@ -1,0 +1,88 @@
+"""What an event and the commands that answered it mean for the tables: plain statements, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+from dora_rl.core import commands as c
+from dora_rl.core import events as e
+from dora_rl.core.types import Nanoseconds
+
+Statement: TypeAlias = tuple[str, tuple[Any, ...]]
+
+GENERATED = """
+UPDATE trajectories SET instance = ?, version = ?, fingerprint = ?, tokens = ?
+WHERE id = ? AND attempt = ? AND tokens IS NULL AND failed IS NULL
+"""
+_ARRIVED = """
+UPDATE moves SET ended_at = ?, arrived = ? WHERE trajectory = ? AND attempt = ? AND target = ? AND ended_at IS NULL
+"""
+_PROMPT = "INSERT INTO prompts (key, number, tokens) SELECT ?, coalesce(max(number) + 1, 0), ? FROM prompts"
+_GROUP = "INSERT INTO groups (id, prompt, version, admitted_at) VALUES (?, ?, ?, ?)"
+_TRAJECTORY = 'INSERT INTO trajectories (id, "group", instance) VALUES (?, ?, ?)'
+SCORED = "UPDATE trajectories SET reward = ? WHERE id = ? AND reward IS NULL AND failed IS NULL"
+_RESUMED = "UPDATE trajectories SET attempt = ?, instance = ? WHERE id = ?"
+_FAILED = "UPDATE trajectories SET failed = ? WHERE id = ?"
+BARRIERS = (_RESUMED, _FAILED)
+"""What changes which reports of trajectories count; only these depend on the order of `GENERATED` and `SCORED`."""
+INSERTS = (_PROMPT, _GROUP, _TRAJECTORY)
+"""New rows that others refer to, in the order of who refers to whom."""
+
+
+def derive(event: e.Event, commands: list[c.Command], at: Nanoseconds, group_size: int) -> Iterator[Statement]:
+    """The changes to the tables."""
+    match event:
+        case e.PromptsArrived(prompts=prompts):
+            for prompt in prompts:
+                yield (_PROMPT, (prompt.key, prompt.tokens))
+        case e.Generated():
+            # A late report of a former attempt changes nothing: only the attempt that counts is written.
+            yield (
+                GENERATED,
+                (event.instance, event.version, event.fingerprint, event.tokens, event.trajectory, event.attempt),
+            )
+        case e.Scored():
+            yield (SCORED, (event.reward, event.trajectory))
+        case e.Moved() | e.MoveFailed():
+            for trajectory, attempt in zip(event.trajectories, event.attempts, strict=True):
+                yield (
+                    _ARRIVED,
+                    (at, isinstance(event, e.Moved), trajectory, attempt, str(event.target)),
+                )
+        case e.Published():
+            yield (
+                "UPDATE steps SET published_at = ?, fingerprint = ? WHERE step = ? AND published_at IS NULL",
+                (at, event.fingerprint, event.version - 1),
+            )
+        case _:
+            pass
+    for command in commands:
+        yield from _command(command, at, group_size)
+
+
+def _command(command: c.Command, at: Nanoseconds, group_size: int) -> Iterator[Statement]:
+    match command:
+        case c.StartGroup():
+            yield (_GROUP, (command.group, command.prompt.key, command.version, at))
+            for sibling in range(group_size):
+                yield (_TRAJECTORY, (command.group * group_size + sibling, command.group, command.slot.instance))
+        case c.Resume():
+            yield (_RESUMED, (command.attempt, command.slot.instance, command.trajectory))
+        case c.Move():
+            for trajectory, attempt in zip(command.trajectories, command.attempts, strict=True):
+                yield (
+                    "INSERT INTO moves (trajectory, attempt, source, target, begun_at) VALUES (?, ?, ?, ?, ?)",
+                    (trajectory, attempt, str(command.source), str(command.target), at),
+                )
+        case c.FailTrajectory():
+            yield (_FAILED, (command.reason, command.trajectory))
+        case c.GroupFailed():
+            yield ("UPDATE groups SET verdict = ? WHERE id = ?", ("; ".join(command.reasons), command.group))
+        case c.Apply():
+            # Trained again after a crash, a step keeps its number and its groups.
+            yield ("INSERT OR IGNORE INTO steps (step, applied_at) VALUES (?, ?)", (command.step, at))
+            for group in command.groups:
+                yield ("UPDATE groups SET step = ? WHERE id = ? AND step IS NULL", (command.step, group))
+        case _:
+            pass

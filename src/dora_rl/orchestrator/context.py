@@ -1,0 +1,92 @@
+"""What the parts of the orchestrator share: the facts, the clock of the current event, and the list of commands."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from dora_rl.core.commands import Command
+from dora_rl.core.types import Fingerprint, Nanoseconds, Prompt, Version, nanoseconds
+from dora_rl.orchestrator.config import ControlConfig
+from dora_rl.orchestrator.group_table import GroupTable
+from dora_rl.orchestrator.instances import InstanceTable
+from dora_rl.orchestrator.modes import Mode
+from dora_rl.orchestrator.pacing import Pacing
+from dora_rl.orchestrator.timers import Timers, Wait
+
+
+class Context:
+    """Shared state; one per orchestrator."""
+
+    def __init__(self, config: ControlConfig, mode: Mode) -> None:
+        self.config = config
+        self.mode = mode
+        self.ledger = GroupTable(config.group_size, config.min_survivors)
+        self.fleet = InstanceTable()
+        self.timers = Timers()
+        self.now: Nanoseconds = 0
+        self.out: list[Command] = []
+        self.newest: Version | None = None
+        """The newest published version."""
+        self.fingerprints: dict[Version, Fingerprint] = {}
+        """Of the versions that are not retired."""
+        self.probes: dict[Version, str] = {}
+        """Digests of the probes that versions were published with; empty where there is none."""
+        self.prompts: deque[Prompt] = deque()
+        self.prompts_ended = False
+        self.pacing = Pacing(config.groups_per_step)
+        self.collect_seconds = 0.0
+        """How long the trainer usually waits for a step's groups, smoothed."""
+        self.moved_at: Nanoseconds = 0
+        """When something last moved, for the watchdog."""
+
+    def say(self, command: Command) -> None:
+        self.out.append(command)
+
+    def wait(self, wait: Wait, seconds: float, *key: object) -> None:
+        """Give a wait its deadline."""
+        self.timers.set(self.now + nanoseconds(seconds), wait, *key)
+
+    def rollout_version(self) -> Version | None:
+        """The version that new groups get."""
+        return None if self.newest is None else self.mode.version(self.newest, self.ledger)
+
+    def allowance(self) -> int:
+        """How many groups the rules would admit now, whether or not there are prompts and room."""
+        if self.newest is None:
+            return 0
+        allowed = self.mode.allowance(self.newest, self.ledger)
+        if self.config.steps is not None:
+            started = self.ledger.admitted - self.ledger.failed
+            allowed = min(allowed, self.config.steps * self.config.groups_per_step - started)
+        return max(0, allowed)
+
+    @property
+    def just_in_time(self) -> bool:
+        """Groups are admitted as late as the trainer allows.
+
+        Not where instances share the trainer's devices, since there it waits by design, and not with K = 0, where every
+        group belongs to the step that has begun.
+        """
+        mode = self.mode
+        late = self.config.admission == "just_in_time" and mode.repartitions and mode.staleness > 0
+        return late and self.pacing.measured and not self.fleet.sharing
+
+    def wanted(self) -> int:
+        """How many groups the trainer wants to be begun now, of those that the rules would admit."""
+        allowed = self.allowance()
+        if not allowed or not self.just_in_time:
+            return allowed
+        return max(0, min(allowed, self.pacing.wanted(self.now) - self.ledger.live))
+
+    def admissible(self) -> int:
+        """How many groups would be admitted now if there were room."""
+        return min(self.wanted(), len(self.prompts))
+
+    @property
+    def drained(self) -> bool:
+        """No further group will ever be admitted."""
+        if self.prompts_ended and not self.prompts:
+            return True
+        if self.config.steps is None:
+            return False
+        return self.ledger.trained >= self.config.steps * self.config.groups_per_step

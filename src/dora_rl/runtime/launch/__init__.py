@@ -1,0 +1,1 @@
+"""Where worker processes come from: forked on this machine, or Ray actors on a cluster."""

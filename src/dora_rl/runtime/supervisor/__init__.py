@@ -1,0 +1,1 @@
+"""The supervisor process: it drives the orchestrator and talks to the workers."""

@@ -1,0 +1,1 @@
+"""What crosses process boundaries: messages, weights and KV."""

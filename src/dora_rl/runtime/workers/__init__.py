@@ -1,0 +1,1 @@
+"""The worker processes of a run: rollout, trainer ranks and reward."""

@@ -1,0 +1,142 @@
+"""A judge in a process of its own: rewards and environments may hang, crash or print; here that harms nobody.
+
+Rewards and verdicts are made in the main thread, one after the other, since they may use signals. With `reward.at_once`
+above 1 rewards are made in threads; with `environment.at_once` above 1 environments are asked in threads: each session
+by one thread at a time.
+
+A process that user code forks is not a judge: it has no channel, and ends when it comes back from the user's function.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+from dora_rl.core.types import TrajectoryId
+from dora_rl.envs.environment import Environments, Session
+from dora_rl.envs.rewards import RewardScorer
+from dora_rl.runtime.config import RunConfig
+from dora_rl.runtime.run_dir import parse
+from dora_rl.runtime.transport import messages as m
+from dora_rl.runtime.transport.channel import Channel
+
+
+def serve(start: m.StartWorker, channel: Channel[m.ToWorker], messages: list[m.ToWorker]) -> None:
+    """Until told to stop, or alone."""
+    config, base = parse(start.config), Path(start.base)
+    judge = RewardScorer(config.reward, base)
+    plays = _Plays(config, base, judge) if config.environment.kind is not None else None
+    at_once = config.reward.at_once if plays is None else config.environment.at_once
+    pool = ThreadPoolExecutor(at_once) if at_once > 1 else None
+    os.register_at_fork(after_in_child=channel.close)
+    channel.send(m.WorkerReady())
+    while True:
+        for message in messages:
+            match message:
+                case m.StopWorker():
+                    return
+                case m.ScoreRequest():
+                    if pool is None or plays is not None:
+                        channel.send(_judged(judge, message))
+                    else:
+                        pool.submit(_apart, partial(_judged, judge, message), channel)
+                case m.EnvRequest():
+                    assert plays is not None
+                    if pool is None or message.finish:
+                        channel.send(plays.play(message))
+                    else:
+                        pool.submit(_apart, partial(plays.play, message), channel)
+                case m.CloseSession(session=session):
+                    assert plays is not None
+                    plays.drop(session)
+                case _:
+                    raise AssertionError(f"not for a judge: {message}")
+        if channel.closed:
+            return
+        channel.wait(60.0 if pool is None else 1.0)  # what a thread could not send at once goes out here
+        messages = channel.receive()
+
+
+def _judged(judge: RewardScorer, message: m.ScoreRequest) -> m.ScoreResult:
+    verdict = judge.score(message.problem, message.completion, message.tokens)
+    return m.ScoreResult(item=message.item, reward=verdict.reward, parts=verdict.parts, failed=verdict.failed)
+
+
+def _apart(reply: Callable[[], m.EnvResult | m.ScoreResult], channel: Channel[m.ToWorker]) -> None:
+    """In a thread. What is wrong with us, and not with the user's code, ends the process, as in the main thread."""
+    try:
+        channel.send(reply())
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+class _Plays:
+    """The sessions that live here."""
+
+    def __init__(self, config: RunConfig, base: Path, judge: RewardScorer) -> None:
+        functions = config.reward.functions
+        self._environments = Environments(config.environment, base, judge if functions else None)
+        self._sessions: dict[TrajectoryId, Session] = {}
+
+    def play(self, message: m.EnvRequest) -> m.EnvResult | m.ScoreResult:
+        """One turn, or the verdict."""
+        session = self._sessions.get(message.session)
+        replayed: list[str] = []
+        if session is None:
+            session = self._sessions[message.session] = self._environments.begin(message.problem)
+            replayed = _replay(session, message) if message.texts else []
+        if message.finish:
+            self._sessions.pop(message.session, None)
+            verdict = session.verdict()
+            return m.ScoreResult(
+                item=message.item,
+                reward=verdict.reward,
+                parts=verdict.parts,
+                failed=verdict.failed,
+                replayed=tuple(replayed),
+            )
+        if not message.texts:
+            return self._answer(message, session, _opening(session), replayed)
+        if session.done:
+            return self._answer(message, session, None, replayed)
+        turn = session.step(message.texts[-1], message.tokens)
+        return self._answer(message, session, turn.observation, replayed)
+
+    def drop(self, number: TrajectoryId) -> None:
+        """Close a session that nobody asks for a verdict."""
+        session = self._sessions.pop(number, None)
+        if session is not None:
+            session.close()
+
+    def _answer(self, message: m.EnvRequest, session: Session, said: str | None, replayed: list[str]) -> m.EnvResult:
+        if session.failed is not None:
+            self.drop(message.session)
+        return m.EnvResult(
+            item=message.item, observation=said, done=session.done, replayed=tuple(replayed), failed=session.failed
+        )
+
+
+def _replay(session: Session, message: m.EnvRequest) -> list[str]:
+    """Tell a new session all that the lost one was told; what it said to begin with, and to each turn."""
+    opening = _opening(session)
+    said = [] if opening is None else [opening]
+    told = message.texts if message.finish else message.texts[:-1]
+    for number, text in enumerate(told, start=1):
+        if session.done:
+            break
+        last = message.finish and number == len(told)
+        turn = session.step(text, message.tokens if last else ())
+        if turn.observation is not None:
+            said.append(turn.observation)
+    return said
+
+
+def _opening(session: Session) -> str | None:
+    if session.opening is None or isinstance(session.opening, str):
+        return session.opening
+    return "\n".join(message.content for message in session.opening)

@@ -1,0 +1,242 @@
+"""A rollout instance: an engine in a process of its own, driven by messages.
+
+    messages -> engine between steps -> engine.step() -> reports
+
+Invariants:
+- what was sampled is reported before what follows from it: tokens before `Generated`, tokens before a bundle;
+- a request that can't be served is a `failed` verdict for that trajectory, and the others go on;
+- every moment of each slot is reported once, in windows whose shares add up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+
+import msgspec
+import numpy as np
+import torch
+
+from dora_rl.core import commands as c
+from dora_rl.core.errors import PromptError, RequestError
+from dora_rl.core.events import AnyEvent, Parked, TrajectoryFailed
+from dora_rl.core.types import Nanoseconds
+from dora_rl.engine.requests import StepOutput, Tokens
+from dora_rl.engine.requests import StopReason as EngineStop
+from dora_rl.runtime.run_dir import parse
+from dora_rl.runtime.transport import messages as m
+from dora_rl.runtime.transport.channel import Channel
+from dora_rl.runtime.transport.data_plane import DataPlane
+from dora_rl.runtime.workers import thread_spinning as spinning
+from dora_rl.runtime.workers.engine_factory import make_engine
+from dora_rl.runtime.workers.heartbeat import beat
+
+_GATHER = 0.03
+"""Seconds for which reports are gathered when nothing hangs on them."""
+_NAP = 0.002
+"""Seconds between two looks at a slot that is loading."""
+
+
+class RolloutWorker:
+    """The process."""
+
+    def __init__(self, start: m.StartWorker, channel: Channel[m.ToWorker], carriage: DataPlane) -> None:
+        os.nice(start.niceness)
+        torch.set_num_threads(start.threads)
+        spinning.watch()
+        config = parse(start.config)
+        self._channel = channel
+        self._carriage = carriage
+        self._origin = start.origin
+        self._mixes = config.control.mode == "partial"
+        self._heartbeat = config.rollout.heartbeat_seconds
+        self._threads = config.rollout.engine.threads
+        """Where set, they are not shared out by the supervisor."""
+        weights = carriage.weights(start, config)
+        self._engine = make_engine(config, weights, start.name, start.threads, self._now)
+        self._said: list[m.Said] = []
+        self._ended: list[m.ResponseEnded] = []
+        self._events: list[AnyEvent] = []
+        self._reported = time.monotonic()
+        self._beat = 0.0
+        self._windows = [account.born for account in self._engine.accounts]
+
+    def serve(self, messages: list[m.ToWorker]) -> None:
+        """Until told to stop, or alone."""
+        self._channel.send(m.RolloutReady(spec=self._engine.spec(), kernels=self._engine.kernels))
+        beat(self._channel, self._heartbeat)
+        while True:
+            for message in messages:
+                if isinstance(message, m.StopWorker):
+                    self._send(force=True)
+                    return
+                self._hear(message)
+            if self._channel.closed:
+                return
+            self._work()
+            self._send()
+            messages = self._channel.receive()
+
+    def _work(self) -> None:
+        engine = self._engine
+        if engine.running or engine.busy:
+            output = engine.step()
+            self._take(output)
+            if engine.running or output.events:
+                return
+            seconds = _NAP
+        else:
+            seconds = max(0.0, self._beat + self._heartbeat - time.monotonic())
+        if self._said or self._ended or self._events:
+            self._send(force=True)
+        self._channel.wait(seconds)
+
+    # -- what comes in ----------------------------------------------------------------------------------------
+
+    def _hear(self, message: m.ToWorker) -> None:
+        match message:
+            case m.RunCommand(command=command):
+                self._do(command)
+            case m.SubmitRequests():
+                self._submit(message)
+            case m.ExportKv():
+                self._export(message)
+            case m.ImportKv():
+                self._import(message)
+            case m.ExtendRequest() | m.EndRequest():
+                self._go_on(message)
+            case m.SetThreads(count=count):
+                self._engine.set_threads(self._threads or count)
+            case _:
+                raise AssertionError(f"not for an instance: {message}")
+
+    def _do(self, command: c.AnyCommand) -> None:
+        match command:
+            case c.LoadVersion():
+                self._engine.load(command.slot.number, command.version, in_flight=command.in_flight)
+            case c.UnloadSlot():
+                self._engine.unload(command.slot.number)
+            case c.Abort():
+                self._engine.abort(command.trajectory, command.attempt)
+            case c.SlotIdles():
+                self._engine.note_idle(command.slot.number, command.cause)
+            case _:
+                raise AssertionError(f"not for an instance: {command}")
+
+    def _submit(self, message: m.SubmitRequests) -> None:
+        version = self._engine.serving(message.slot)
+        for request in message.requests:
+            try:
+                # In mode `partial` a request takes whatever its slot serves by now.
+                mixed = self._mixes and version is not None and version != request.version
+                self._engine.submit(
+                    msgspec.structs.replace(request, version=version) if mixed else request, message.slot
+                )
+            except RequestError as error:
+                self._events.append(TrajectoryFailed(trajectory=request.trajectory, reason=str(error)))
+
+    def _export(self, message: m.ExportKv) -> None:
+        here = [
+            (trajectory, attempt)
+            for trajectory, attempt in zip(message.trajectories, message.attempts, strict=True)
+            if self._engine.has(trajectory, attempt)
+        ]
+        name, problem = "", ""
+        if here:
+            try:
+                name = self._carriage.export(self._engine, [trajectory for trajectory, _ in here])
+            except RequestError as error:
+                problem = str(error)  # no room for a bundle: they stay and go on here
+        self._take(self._engine.drain())
+        self._send(force=True)
+        trajectories, attempts = tuple(t for t, _ in here), tuple(a for _, a in here)
+        self._channel.send(
+            m.KvExported(move=message.move, bundle=name, trajectories=trajectories, attempts=attempts, problem=problem)
+        )
+
+    def _import(self, message: m.ImportKv) -> None:
+        try:
+            arrived, errors = self._engine.import_(self._carriage.fetch(message.bundle), message.slot)
+            problems = tuple(str(error) for error in errors)
+        except RequestError as error:
+            arrived, problems = (), (str(error),)
+        self._channel.send(m.KvImported(move=message.move, arrived=arrived, problems=problems))
+
+    def _go_on(self, message: m.ExtendRequest | m.EndRequest) -> None:
+        try:
+            if isinstance(message, m.EndRequest):
+                self._engine.end(message.trajectory, message.attempt)
+                self._take(self._engine.drain())
+            else:
+                tokens = np.frombuffer(message.tokens, dtype=np.int32).tolist()
+                self._engine.extend(message.trajectory, message.attempt, tokens)
+        except PromptError as error:
+            self._engine.abort(message.trajectory, message.attempt)
+            self._events.append(TrajectoryFailed(trajectory=message.trajectory, reason=str(error)))
+        except RequestError:
+            self._channel.send(m.NotParked(trajectory=message.trajectory, attempt=message.attempt))
+
+    # -- what goes out ----------------------------------------------------------------------------------------
+
+    def _take(self, output: StepOutput) -> None:
+        self._said += [_said(part) for part in output.tokens]
+        parked = {event.trajectory for event in output.events if isinstance(event, Parked)}
+        for finished in output.finished:
+            if finished.reason is not EngineStop.FAILED and finished.trajectory not in parked:
+                reason = "stop" if finished.reason is EngineStop.STOP else "length"
+                self._ended.append(
+                    m.ResponseEnded(trajectory=finished.trajectory, attempt=finished.attempt, reason=reason)  # type: ignore[arg-type]
+                )
+        self._events += output.events
+
+    def _send(self, *, force: bool = False) -> None:
+        now = time.monotonic()
+        if now >= self._beat + self._heartbeat:
+            self._beat = now
+            self._events.append(self._engine.progress())
+            self._account()
+            force = True
+        if not (self._said or self._ended or self._events):
+            return
+        if force or self._events or now >= self._reported + _GATHER:
+            self._reported = now
+            report = m.Report(said=tuple(self._said), ended=tuple(self._ended), events=tuple(self._events))
+            self._said, self._ended, self._events = [], [], []
+            self._channel.send(report)
+
+    def _account(self) -> None:
+        """Where the slots' time went since the last time."""
+        now = self._now()
+        for slot, account in enumerate(self._engine.accounts):
+            account.settle(now)
+            shares = tuple(
+                m.TimeShare(
+                    label=activity.label.value,
+                    version=activity.version,
+                    cause="" if activity.cause is None else activity.cause.because.value,
+                    spent=spent,
+                )
+                for activity, spent in account.totals.items()
+            )
+            account.totals.clear()  # each version has totals of its own: kept, they would grow with the run
+            self._channel.send(m.SlotTime(slot=slot, start=self._windows[slot], end=now, shares=shares))
+            self._windows[slot] = now
+        self._channel.send(m.EngineStats(figures=dataclasses.asdict(self._engine.stats)))
+
+    def _now(self) -> Nanoseconds:
+        return time.monotonic_ns() - self._origin
+
+
+def _said(part: Tokens) -> m.Said:
+    experts = part.experts
+    return m.Said(
+        trajectory=part.trajectory,
+        attempt=part.attempt,
+        version=part.version,
+        start=part.start,
+        tokens=np.asarray(part.tokens, dtype=np.int32).tobytes(),
+        logprobs=np.asarray(part.logprobs, dtype=np.float32).tobytes(),
+        experts=b"" if experts is None else np.ascontiguousarray(experts, dtype=np.int16).tobytes(),
+        experts_shape=(0, 0) if experts is None else experts.shape[1:],
+    )

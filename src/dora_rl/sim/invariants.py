@@ -1,0 +1,239 @@
+"""Watches the seam between orchestrator and world and raises `BrokenPromiseError` as soon as one is broken.
+
+It knows nothing of how the orchestrator decides: it reads the events and commands that cross the seam, and the
+public snapshot. So it can watch a test, a simulation, or the replay of a real run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from dora_rl.core import commands as c
+from dora_rl.core import events as e
+from dora_rl.core.activities import IdleReason
+from dora_rl.core.types import GroupId, InstanceId, StepId, TrajectoryId, Version
+from dora_rl.orchestrator.config import ControlConfig
+from dora_rl.orchestrator.snapshot import SlotView, Snapshot
+
+
+class BrokenPromiseError(AssertionError):
+    """One of the promises in docs/architecture.md does not hold."""
+
+
+def demand(holds: bool, promise: str) -> None:
+    """Raise if a promise does not hold."""
+    if not holds:
+        raise BrokenPromiseError(promise)
+
+
+BOUNDS = {"sync": 0, "one_step_off": 1}
+"""The staleness bound of modes that have one of their own."""
+
+
+class InvariantChecker:
+    """Follows one run."""
+
+    def __init__(self, config: ControlConfig) -> None:
+        self._config = config
+        self._bound = BOUNDS.get(config.mode, config.max_staleness)
+        self.offered: list[str] = []
+        self.admitted: list[tuple[str, Version]] = []
+        """Prompt key and version of each group, by its id."""
+        self.bounds: list[int] = []
+        """The bound under which each group was admitted, by its id."""
+        self.batches: dict[StepId, tuple[GroupId, ...]] = {}
+        self.trained: dict[GroupId, StepId] = {}
+        self.failed: set[GroupId] = set()
+        self.staleness: Counter[int] = Counter()
+        self.moves = 0
+        self.resumed = 0
+        self._ended: set[TrajectoryId] = set()
+        self._scored: Counter[TrajectoryId] = Counter()
+        self._attempts: dict[TrajectoryId, int] = {}
+        self._newest: Version | None = None
+        self._applied = 0
+        """Attempt with which a step was last closed."""
+        self._asked: tuple[Version, int] | None = None
+        """Version and attempt that the trainer was last asked to publish."""
+        self._published: set[Version] = set()
+        self.retired: set[Version] = set()
+        self._lost: set[InstanceId] = set()
+
+    def observe(self, event: e.Event, commands: list[c.Command]) -> None:
+        """Check one step of the orchestrator."""
+        if isinstance(event, e.PromptsArrived):
+            self.offered += [prompt.key for prompt in event.prompts]
+        elif isinstance(event, e.Scored):
+            self._ended.add(event.trajectory)
+        elif isinstance(event, e.InstanceLost):
+            self._lost.add(event.instance)
+        elif isinstance(event, e.Published):
+            self._note_published(event)
+        elif isinstance(event, e.TrainerLost):
+            self._asked = None
+        elif isinstance(event, e.BoundChanged):
+            self._bound = event.max_staleness
+        for command in commands:
+            if isinstance(event, e.Generated) and isinstance(command, c.Score):
+                latest = self._attempts.get(event.trajectory, 0)
+                demand(
+                    event.attempt == latest, f"C2: trajectory {event.trajectory} ends with a former attempt's report"
+                )
+            if isinstance(event, e.Trained) and isinstance(command, c.Publish):
+                demand(event.attempt == self._applied, f"C2: step {event.step} ends with a former trainer's report")
+            self._check(command)
+
+    def _note_published(self, event: e.Published) -> None:
+        if self._asked == (event.version, event.attempt) and event.version not in self._published:
+            self._newest = event.version
+            self._published.add(event.version)
+            for group in self.batches.get(event.version - 1, ()):
+                self.trained[group] = event.version - 1
+
+    def _check(self, command: c.Command) -> None:
+        match command:
+            case c.StartGroup():
+                self._check_start(command)
+            case c.Resume():
+                self.resumed += 1
+                self._attempts[command.trajectory] = command.attempt
+                self._check_version_usable(command.version)
+                self._check_single(command.trajectory, command.version)
+            case c.Move():
+                self.moves += len(command.trajectories)
+                for trajectory in command.trajectories:
+                    self._check_single(trajectory, command.version)
+            case c.LoadVersion():
+                self._check_version_usable(command.version)
+                demand(command.slot.instance not in self._lost, f"{command.slot} is lost and told to load")
+                demand(
+                    not command.in_flight or self._config.mode == "partial",
+                    f"C1: {command.slot} loads version {command.version} under running requests",
+                )
+            case c.Score():
+                self._scored[command.trajectory] += 1
+                demand(self._scored[command.trajectory] == 1, f"trajectory {command.trajectory} is scored twice")
+            case c.Apply():
+                self._applied = command.attempt
+                self._check_batch(command)
+            case c.Publish():
+                self._asked = (command.version, command.attempt)
+            case c.RestartTrainer():
+                self._asked = None
+            case c.Retire():
+                demand(command.version not in self.retired, f"version {command.version} is retired twice")
+                demand(command.version != self._newest, f"the newest version {command.version} is retired")
+                self.retired.add(command.version)
+            case c.FailTrajectory():
+                demand(bool(command.reason), f"trajectory {command.trajectory} fails without a reason")
+                self._ended.add(command.trajectory)
+            case c.GroupFailed():
+                demand(command.group not in self.failed, f"group {command.group} fails twice")
+                demand(bool(command.reasons), f"group {command.group} fails without a reason")
+                self.failed.add(command.group)
+            case c.EvictInstance():
+                self._lost.add(command.instance)
+            case _:
+                pass
+
+    def _check_start(self, command: c.StartGroup) -> None:
+        group = len(self.admitted)
+        demand(command.group == group, f"group {command.group} is admitted out of order")
+        demand(group < len(self.offered), f"group {group} is admitted without a prompt")
+        demand(command.prompt.key == self.offered[group], f"C2: group {group} does not get the next prompt")
+        demand(self._newest is not None, f"group {group} is admitted before a version is published")
+        if self._config.mode in ("dora", "partial"):
+            demand(command.version == self._newest, f"group {group} is not tagged with the newest version")
+        self._check_version_usable(command.version)
+        self.admitted.append((command.prompt.key, command.version))
+        self.bounds.append(self._bound)
+        untrained = len(self.admitted) - len(self.trained) - len(self.failed)
+        demand(
+            untrained <= (self._bound + 1) * self._config.groups_per_step,
+            f"C3: {untrained} groups are untrained at once",
+        )
+
+    def _check_version_usable(self, version: Version) -> None:
+        demand(version in self._published, f"version {version} is used before it is published")
+        demand(version not in self.retired, f"version {version} is used after it was retired")
+
+    def _check_single(self, trajectory: TrajectoryId, version: Version) -> None:
+        group = trajectory // self._config.group_size
+        tagged = self.admitted[group][1]
+        demand(
+            version == tagged or self._config.mode == "partial",
+            f"C1: trajectory {trajectory} of version {tagged} is sent to version {version}",
+        )
+
+    def _check_batch(self, command: c.Apply) -> None:
+        step, groups = command.step, command.groups
+        demand(len(set(groups)) == len(groups), f"C2: step {step} trains a group twice")
+        if step in self.batches:
+            demand(set(self.batches[step]) == set(groups), f"C2: step {step} is trained again with another batch")
+            return
+        demand(step == self._newest, f"step {step} does not start from the newest version {self._newest}")
+        before = {group for batch in self.batches.values() for group in batch}
+        for group in groups:
+            version = self.admitted[group][1]
+            demand(group not in before, f"C2: group {group} is trained twice")
+            demand(group not in self.failed, f"C2: group {group} has failed and is trained")
+            size = self._config.group_size
+            ended = all(trajectory in self._ended for trajectory in range(group * size, (group + 1) * size))
+            demand(ended, f"group {group} is trained before all its trajectories have ended")
+            demand(
+                0 <= step - version <= self.bounds[group],
+                f"C3: step {step} trains a group of version {version}, admitted under the bound {self.bounds[group]}",
+            )
+            self.staleness[step - version] += 1
+        self.batches[step] = groups
+
+    # -- the state between events -----------------------------------------------------------------------------
+
+    def check_conserving(self, snapshot: Snapshot) -> None:
+        """No slot idles while there is work that is wanted, and every idle slot knows why."""
+        for slot in snapshot.slots:
+            held = {slot.version, slot.loading} & self.retired
+            demand(not held, f"{slot.slot} holds version {held}, which is retired")
+            if slot.requests or slot.incoming or slot.loading is not None or slot.paused:
+                continue
+            demand(slot.idle is not None, f"{slot.slot} idles without a cause")
+            self._check_idle(slot, snapshot)
+
+    @staticmethod
+    def _check_idle(slot: SlotView, snapshot: Snapshot) -> None:
+        if snapshot.rollout_version is None or slot.leaving:
+            return
+        has_room = not slot.active
+        waits = slot.version in snapshot.waiting
+        demand(not (waits and has_room), f"{slot.slot} idles while requests of its version wait")
+        same = [other for other in snapshot.slots if other.slot.instance == slot.slot.instance]
+        offers = any(snapshot.rollout_version in (other.version, other.loading) for other in same)
+        demand(
+            offers or waits, f"{slot.slot} is empty and its instance is not given version {snapshot.rollout_version}"
+        )
+        if slot.version == snapshot.rollout_version and has_room:
+            demand(not snapshot.admissible, f"{slot.slot} idles while groups are wanted")
+            assert slot.idle is not None
+            named = slot.idle.because is not IdleReason.STARTING
+            demand(named, f"{slot.slot} serves version {slot.version} and idles as if it had none")
+
+    def check_finished(self, snapshot: Snapshot, *, prompts: int) -> None:
+        """All is accounted for: every prompt trained once or failed, every slot empty, every old version retired."""
+        demand(len(self.admitted) == prompts, f"{prompts - len(self.admitted)} prompts were never admitted")
+        for group in range(len(self.admitted)):
+            ends = (group in self.trained) + (group in self.failed)
+            demand(ends == 1, f"C2: group {group} ended {ends} times")
+        sizes = [len(batch) for batch in self.batches.values()]
+        demand(
+            all(size == self._config.groups_per_step for size in sizes[:-1]),
+            f"a step before the last trained fewer than {self._config.groups_per_step} groups",
+        )
+        demand(not snapshot.untrained, "groups are left untrained")
+        demand(not snapshot.waiting, "requests are left waiting")
+        for slot in snapshot.slots:
+            demand(not slot.requests and not slot.incoming, f"{slot.slot} still holds requests")
+            demand(not slot.active, f"{slot.slot} still counts active requests")
+        held = {v for slot in snapshot.slots for v in (slot.version, slot.loading) if v is not None}
+        held |= {v for v in (snapshot.newest, snapshot.rollout_version) if v is not None}
+        left = self._published - self.retired - held
+        demand(not left, f"versions {sorted(left)} are neither held nor retired")

@@ -1,0 +1,78 @@
+"""The step that is open: what has been accumulated towards the next version.
+
+Gradient sums live in the parameters' `.grad`; the denominator, metric sums and the groups themselves live here. The
+groups are kept until the step closes: several updates need them, and so does finding the culprit of a bad gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dora_rl.core.errors import IntegrityError
+from dora_rl.core.trajectory import Group
+from dora_rl.core.types import GroupId, StepId, TrajectoryId
+from dora_rl.trainer.algorithms import find
+from dora_rl.trainer.config import AlgorithmConfig
+
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import NDArray
+
+
+@dataclass(slots=True)
+class OpenStep:
+    """One step between its first group and its update."""
+
+    step: StepId
+    groups: list[Group] = field(default_factory=list)
+    advantages: dict[TrajectoryId, float] = field(default_factory=dict)
+    skipped: set[GroupId] = field(default_factory=set)
+    no_signal: int = 0
+    denominator: int = 0
+    """Of the gradient sums accumulated since the last update."""
+    denominators: int = 0
+    """Of all updates of the step."""
+    sums: dict[str, float] = field(default_factory=dict)
+    max_ratio: float = 0.0
+    gaps: torch.Tensor | None = None
+    """Counts of tokens by how far engine and trainer are apart (`gaps.histogram`)."""
+    expert_load: list[torch.Tensor] = field(default_factory=list)
+    seconds: float = 0.0
+    packed_tokens: int = 0
+    trained_tokens: int = 0
+    attended: int = 0
+    """(query, key) pairs."""
+
+    def take(self, groups: Sequence[Group]) -> None:
+        """Groups for this step: each once, none from a version that does not exist yet."""
+        known = {group.id for group in self.groups}
+        for group in groups:
+            if group.id in known:
+                raise IntegrityError(f"group {group.id} is already in step {self.step}")
+            if group.version > self.step:
+                raise IntegrityError(
+                    f"group {group.id} is of version {group.version}, which step {self.step} can't know"
+                )
+            known.add(group.id)
+        self.groups.extend(groups)
+
+    def score(self, groups: list[Group], config: AlgorithmConfig) -> list[Group]:
+        """Give groups their advantages; those to be trained. Groups without signal are counted, skipped or not."""
+        rewards: list[NDArray[np.float64]] = [
+            np.array([trajectory.reward for trajectory in group.trajectories]) for group in groups
+        ]
+        trained = []
+        for group, advantages in zip(groups, find(config.name).advantage(rewards), strict=True):
+            for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
+                self.advantages[trajectory.id] = float(advantage)
+            if not advantages.any():
+                self.no_signal += 1
+                if config.no_signal == "skip":
+                    self.skipped.add(group.id)
+                    continue
+            trained.append(group)
+        return trained

@@ -1,0 +1,108 @@
+"""One process or many, by the same code.
+
+Every process is given the same groups and takes its own micro-batches of them; parameters, gradients and optimiser
+state are sharded by FSDP2. With one process nothing is sharded and no process group is needed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+T = TypeVar("T")
+
+
+class RankGroup(NamedTuple):
+    """This process among all that train together."""
+
+    rank: int = 0
+    size: int = 1
+    mesh: DeviceMesh | None = None
+
+    def share(self, items: Sequence[T]) -> list[T | None]:
+        """Every size-th item; None fills up, so that all processes have equally many and collectives match."""
+        rounds = -(-len(items) // self.size)
+        places = range(self.rank, rounds * self.size, self.size)
+        return [items[place] if place < len(items) else None for place in places]
+
+    def sum(self, values: Tensor) -> Tensor:
+        return self._reduced(values, dist.ReduceOp.SUM)
+
+    def max(self, values: Tensor) -> Tensor:
+        return self._reduced(values, dist.ReduceOp.MAX)
+
+    def union(self, items: Sequence[int]) -> tuple[int, ...]:
+        """All items of all processes, sorted."""
+        if self.size == 1:
+            return tuple(sorted(set(items)))
+        longest = int(self.max(torch.tensor(len(items))))
+        if not longest:
+            return ()
+        # As many from each: a process with fewer repeats what it has, or says -1, which no item is.
+        mine = torch.full((longest,), items[0] if items else -1, dtype=torch.int64, device=self._device)
+        mine[: len(items)] = torch.tensor(list(items), dtype=torch.int64)
+        gathered = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(gathered, mine)
+        return tuple(sorted(set(torch.cat(gathered).tolist()) - {-1}))
+
+    def any(self, fact: bool) -> bool:
+        """It is so for one of the processes."""
+        return bool(self.max(torch.tensor(int(fact))))
+
+    def _reduced(self, values: Tensor, how: Any) -> Tensor:
+        """Over all processes; wherever the values lie, they lie there again."""
+        if self.size == 1:
+            return values
+        shared = values.to(self._device)
+        dist.all_reduce(shared, how)
+        return shared.to(values.device)
+
+    @property
+    def _device(self) -> str:
+        """Where what processes exchange lies."""
+        return "cuda" if dist.get_backend() == "nccl" else "cpu"
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+
+def join(device: str, timeout_s: float = 600.0) -> RankGroup:
+    """The world that `torchrun` described in the environment; alone without it."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        return RankGroup()
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s))
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    return RankGroup(dist.get_rank(), size, init_device_mesh(device, (size,)))
+
+
+def meet(device: str, store: Any, rank: int, size: int, timeout_s: float = 600.0) -> RankGroup:
+    """The world of the processes that share a store."""
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
+    if device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    return RankGroup(rank, size, init_device_mesh(device, (size,)))
+
+
+def shard(policy: nn.Module, layers: Sequence[nn.Module], world: RankGroup, precision: str) -> None:
+    """Shard a policy over the processes, layer by layer."""
+    if world.mesh is None:
+        return
+    mixed = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if precision == "bfloat16" else None, reduce_dtype=torch.float32
+    )
+    for layer in layers:
+        fully_shard(layer, mesh=world.mesh, mp_policy=mixed)
+    fully_shard(policy, mesh=world.mesh, mp_policy=mixed)

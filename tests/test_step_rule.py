@@ -1,0 +1,113 @@
+"""The step rule: with it nothing ever misses its deadline, and it is no stricter than it must be."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dora_rl.core.types import Prompt
+from dora_rl.orchestrator.group_table import GroupStage, GroupTable
+from dora_rl.orchestrator.instances import SlotState
+from dora_rl.orchestrator.modes import Streaming
+from dora_rl.orchestrator.step_rule import StepRule
+
+
+def feasible(untrained: Counter[int], step: int, size: int) -> bool:
+    """For every d >= step: the groups with deadline <= d fit into the steps step .. d."""
+    return all(
+        sum(count for deadline, count in untrained.items() if deadline <= d) <= (d - step + 1) * size
+        for d in range(step, max(untrained, default=step) + 1)
+    )
+
+
+def left_behind_fits(untrained: Counter[int], batch: Counter[int], step: int, size: int) -> bool:
+    left = untrained - batch
+    return not any(deadline <= step for deadline in left) and feasible(left, step + 1, size)
+
+
+states = st.tuples(
+    st.integers(0, 4),  # staleness
+    st.integers(1, 4),  # size
+    st.lists(st.integers(0, 6), min_size=5, max_size=5),  # groups by steps to their deadline
+)
+
+
+@given(states, st.randoms(use_true_random=False))
+def test_what_the_rule_lets_in_always_leaves_a_feasible_rest(state, random) -> None:  # type: ignore[no-untyped-def]
+    """Whatever finishes in whatever order: once the batch is full, the rest can still be trained in time."""
+    staleness, size, left = state
+    step = 10
+    untrained = Counter({step + steps: count for steps, count in enumerate(left[: staleness + 1]) if count})
+    if not feasible(untrained, step, size):
+        return
+    rule = StepRule(step, size)
+    finishing = list(untrained.elements())
+    random.shuffle(finishing)
+    batch: Counter[int] = Counter()
+    waiting: list[int] = []
+    for deadline in finishing:
+        waiting.append(deadline)
+        waiting.sort()
+        while waiting and rule.count < size and rule.blocker(waiting[0], untrained) is None:
+            rule.take(waiting[0])
+            batch[waiting.pop(0)] += 1
+    # All have finished, so the step must be full, or have taken all there is.
+    assert rule.count == min(size, untrained.total())
+    assert left_behind_fits(untrained, batch, step, size)
+
+
+def test_fast_young_groups_do_not_take_the_room_of_slow_old_ones() -> None:
+    """K = 2, B = 1: three old groups unfinished, one for each step to come; a fast new one must wait."""
+    untrained = Counter({10: 1, 11: 1, 12: 1})
+    rule = StepRule(10, 1)
+    assert rule.blocker(12, untrained) is not None
+    assert rule.blocker(11, untrained) is not None
+    assert rule.blocker(10, untrained) is None
+
+
+def test_the_bound_cannot_be_broken() -> None:
+    rule = StepRule(10, 4)
+    with pytest.raises(AssertionError, match="bound"):
+        rule.take(9)
+
+
+def test_with_room_to_spare_young_groups_are_welcome() -> None:
+    rule = StepRule(10, 4)
+    assert rule.blocker(12, Counter({12: 6, 11: 2})) is None
+
+
+changes = st.lists(
+    st.one_of(st.tuples(st.just("bound"), st.integers(0, 4)), st.tuples(st.just("finish"), st.integers(0, 40)))
+)
+
+
+@given(st.integers(1, 3), st.integers(0, 4), changes)
+def test_no_deadline_is_missed_and_nothing_stalls_while_the_bound_changes(size, staleness, happenings) -> None:  # type: ignore[no-untyped-def]
+    """Admission, the step rule and changes of the bound, with groups finishing in any order: always feasible."""
+    mode = Streaming(groups_per_step=size, staleness=staleness, mixes_versions=False)
+    ledger = GroupTable(group_size=1, min_survivors=1)
+    step, rule, batch = 0, StepRule(0, size), []
+    for what, number in [*happenings, *[("finish", 0)] * 100]:
+        if what == "bound":
+            mode.rebound(number)
+        while mode.allowance(step, ledger) > 0:
+            ledger.admit(Prompt(key="p", tokens=1), step, step + mode.staleness, cast("SlotState", None), 0)
+        running = [group for group in ledger.groups.values() if group.stage is GroupStage.OPEN]
+        if what == "finish" and running:
+            trajectory = running[number % len(running)].trajectories[0]
+            ledger.generated(trajectory, 1)
+            ledger.scored(trajectory)
+        while rule.count < size and (ready := ledger.ready_deadlines()) and rule.blocker(ready[0], ledger.due) is None:
+            rule.take(ready[0])
+            batch.append(ledger.take(ready[0], step))  # asserts that the group keeps its own bound
+        assert feasible(Counter(ledger.due), step, size)
+        if rule.count == size:
+            for group in batch:
+                ledger.settle(group)
+            step, batch = step + 1, []
+            rule = StepRule(step, size)
+    assert step >= 100 // size - 5 - 1  # at most 5 batches are in flight when the last 100 groups begin to finish
