@@ -27,7 +27,7 @@ def accuracy(config_file: Path, models: list[str], settings: list[str]) -> dict[
     for model in models:
         asked = Asked(config, config_file.resolve().parent, model, 0, Path())
         samples = config.evaluation.samples
-        found[model] = summary(respond(asked, samples), config.evaluation.right, samples)
+        found[model] = summary(respond(asked, samples), config.evaluation.success_threshold, samples)
     return found
 
 

@@ -99,7 +99,7 @@ def sound_frames() -> bytes:
             events=(e.SlotLoaded(slot=slot, version=0, fingerprint="f" * 64), e.Progress(instance="i0.1", kv_tokens=3)),
         ),
         m.KvImported(move=1, arrived=(1, 2)),
-        m.ScoreResult(item=1, reward=0.5, parts={"a": 0.5}, failed=None),
+        m.ScoreResult(item=1, reward=0.5, components={"a": 0.5}, failed=None),
         m.RunCommand(command=c.LoadVersion(slot=slot, version=3)),
         m.SubmitRequests(slot=0, requests=(Request(trajectory=1, version=0, prompt=(1, 2, 3)),)),
         m.ScoreRequest(item=1, problem=Problem(key="k", prompt="1+1=", answer="2"), completion="2", tokens=(3,)),

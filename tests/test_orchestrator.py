@@ -294,7 +294,7 @@ def test_a_free_slot_waits_for_the_same_tools_as_its_instance() -> None:
     orchestrator = started(slots=2)
 
     def causes() -> list[IdleReason | None]:
-        return [None if slot.idle is None else slot.idle.because for slot in orchestrator.snapshot().slots]
+        return [None if slot.idle is None else slot.idle.reason for slot in orchestrator.snapshot().slots]
 
     for trajectory in range(8):  # all that the bound allows: parked requests leave their room to others
         orchestrator.step(e.Parked(trajectory=trajectory, attempt=0, kv_tokens=0), 0)

@@ -157,7 +157,7 @@ def test_a_held_back_group_begins_at_its_time_without_any_other_event() -> None:
     hand.finish(11 * SECOND, 1, 4, 5)
     (slot,) = hand.orchestrator.snapshot().slots
     assert slot.idle is not None
-    assert slot.idle.because is IdleReason.AHEAD
+    assert slot.idle.reason is IdleReason.AHEAD
     assert hand.orchestrator.snapshot().admissible == 0
     # Group 4 of the untrained is needed after two steps; it takes 1 s, and the margin is 2 / sqrt(2) steps.
     due = hand.orchestrator.wake_at()

@@ -15,7 +15,7 @@ from dora_rl.sim.presets import preset
 from dora_rl.sim.run import MODES, control_for, parse_variant
 from dora_rl.sim.runtime import SimRuntime
 
-IDLE = Activity(ActivityLabel.IDLE, None, IdleCause(because=IdleReason.STARTING))
+IDLE = Activity(ActivityLabel.IDLE, None, IdleCause(reason=IdleReason.STARTING))
 ACTIVITIES = [
     IDLE,
     Activity(ActivityLabel.DECODE, 1),

@@ -33,7 +33,7 @@ path = "MODEL"
 source = "problems.jsonl"
 [reward]
 functions = ["reward.py:reward"]
-at_once = 64
+concurrency = 64
 timeout_seconds = 600.0
 [control]
 mode = "dora"

@@ -232,7 +232,7 @@ def test_all_time_has_a_label() -> None:
 
 def test_a_slot_that_idles_is_spare_while_its_instance_computes_for_another() -> None:
     engine = tiny.engine(tiny.model("llama"), weights=two_versions(), versions=(0, 1))
-    engine.note_idle(1, IdleCause(because=IdleReason.TOOL))
+    engine.note_idle(1, IdleCause(reason=IdleReason.TOOL))
     before = engine.slots[1].account.idle_by_cause().get("tool", 0)
     listener = Listener()
     for request in requests(0, 0):
@@ -240,7 +240,7 @@ def test_a_slot_that_idles_is_spare_while_its_instance_computes_for_another() ->
     listener.run(engine)
     idle, busy = engine.slots[1].account, engine.slots[0].account
     assert idle.idle_by_cause()["spare slot"] > 0
-    assert idle.current == Activity(ActivityLabel.IDLE, cause=IdleCause(because=IdleReason.TOOL))
+    assert idle.current == Activity(ActivityLabel.IDLE, cause=IdleCause(reason=IdleReason.TOOL))
     worked = sum(busy.by_label().get(label, 0) for label in WORK)
     assert idle.idle_by_cause()["spare slot"] <= worked
     assert before <= idle.idle_by_cause().get("tool", 0) <= idle.lifetime - idle.idle_by_cause()["spare slot"]

@@ -237,7 +237,7 @@ def test_preemptions_are_counted_and_reported() -> None:
 
 def test_every_moment_of_the_instance_has_one_label() -> None:
     made, _ = engine()
-    made.note_idle(2, IdleCause(because=IdleReason.SPARE))
+    made.note_idle(2, IdleCause(reason=IdleReason.SPARE))
     made.submit(request(0), 0)
     made.submit(request(1, version=6), 1)
     finish(made)

@@ -50,7 +50,7 @@ def test_the_rows_on_the_page_are_problems(tmp_path: Path) -> None:
 
 def test_the_rewards_on_the_page_are_judged() -> None:
     made = RewardScorer(task().reward, EXAMPLES)
-    parts = made.score(a_problem(), "<think>6 x 7</think> 42").parts
+    parts = made.score(a_problem(), "<think>6 x 7</think> 42").components
     assert parts["number"] == parts["format:^<think>.*</think>"] == 1.0
     assert 0.5 < parts["short_and_right"] < 1.0
 
@@ -101,6 +101,6 @@ def test_the_example_rewards() -> None:
     assert rewards[2] == 0.0
     digits = judge(EXAMPLES, "rewards/digits.py:compute_score", "rewards/digits.py:ends_with_answer")
     verdict = digits.score(a_problem(), "It is 43")
-    assert verdict.parts == {"compute_score": 0.5, "compute_score/exact": 0.0, "ends_with_answer": 0.0}
-    assert digits.score(a_problem(), "It is 42.").parts["ends_with_answer"] == 1.0
+    assert verdict.components == {"compute_score": 0.5, "compute_score/exact": 0.0, "ends_with_answer": 0.0}
+    assert digits.score(a_problem(), "It is 42.").components["ends_with_answer"] == 1.0
     assert msgspec.json.encode(verdict)

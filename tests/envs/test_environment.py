@@ -43,7 +43,7 @@ def test_the_example_can_be_won_by_halving(secret: int) -> None:
         middle = (low + high) // 2
         answer = game.step(f"Is it {middle}?").observation
         low, high = (middle + 1, high) if answer == "Higher." else (low, middle - 1)
-    assert game.verdict() == RewardResult(reward=1.0, parts={"environment": 1.0})
+    assert game.verdict() == RewardResult(reward=1.0, components={"environment": 1.0})
 
 
 def test_turns_are_counted_and_the_last_has_no_observation() -> None:
@@ -70,7 +70,7 @@ def test_step_rewards_and_reward_functions_are_added(tmp_path: Path) -> None:
     judged = judge(tmp_path, "exact", weights=[2.0])
     game = written(tmp_path, body, judged=judged)
     assert [game.step(text).reward for text in ("41", "42")] == [0.25, 0.25]
-    assert game.verdict() == RewardResult(reward=2.5, parts={"exact": 1.0, "environment": 0.5})
+    assert game.verdict() == RewardResult(reward=2.5, components={"exact": 1.0, "environment": 0.5})
 
 
 def test_a_reward_function_that_fails_fails_the_trajectory(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     )
     made = judge(tmp_path, "task.py:compute_score")
     verdict = made.score(a_problem('{"n":1}', data_source="gsm8k", extra_info={"i": 1}), "42")
-    assert verdict == RewardResult(reward=0.5, parts={"compute_score": 0.5, "compute_score/acc": 1.0})
+    assert verdict == RewardResult(reward=0.5, components={"compute_score": 0.5, "compute_score/acc": 1.0})
     made.score(Problem(key="k", prompt="p", answer="4", columns={"answer": 4}), "4")
     assert named_object("task.py:seen", tmp_path) == [("gsm8k", "42", '{"n":1}', {"i": 1}), ("", "4", 4, None)]
 
@@ -110,7 +110,7 @@ def test_plain_functions_get_what_they_name(code: str, tmp_path: Path) -> None:
 def test_rewards_are_summed_with_their_weights(tmp_path: Path) -> None:
     made = judge(tmp_path, "exact", "format:^4", "format:2$", weights=[1.0, 0.5, -2.0])
     assert made.score(a_problem(), "43") == RewardResult(
-        reward=0.5, parts={"exact": 0.0, "format:^4": 1.0, "format:2$": 0.0}
+        reward=0.5, components={"exact": 0.0, "format:^4": 1.0, "format:2$": 0.0}
     )
     assert made.score(a_problem(), "42").reward == -0.5
     assert judge(tmp_path).score(a_problem(), "42") == RewardResult(reward=0.0)
@@ -119,7 +119,7 @@ def test_rewards_are_summed_with_their_weights(tmp_path: Path) -> None:
 def test_a_trl_function_may_pass_on_rows_that_others_judge(tmp_path: Path) -> None:
     write_code(tmp_path, "def f(completions, **kwargs):\n    return [None for _ in completions]\n")
     both = judge(tmp_path, "task.py:f", "exact")
-    assert both.score(a_problem(), "42") == RewardResult(reward=1.0, parts={"exact": 1.0})
+    assert both.score(a_problem(), "42") == RewardResult(reward=1.0, components={"exact": 1.0})
     assert judge(tmp_path, "task.py:f").score(a_problem(), "42").failed == "f returned None"
 
 
@@ -258,7 +258,9 @@ def test_weights_must_be_as_many_as_functions() -> None:
     ],
 )
 def test_builtins(name: str, answer: str | None, text: str, reward: float, tmp_path: Path) -> None:
-    assert judge(tmp_path, name).score(a_problem(answer), text) == RewardResult(reward=reward, parts={name: reward})
+    assert judge(tmp_path, name).score(a_problem(answer), text) == RewardResult(
+        reward=reward, components={name: reward}
+    )
 
 
 @pytest.mark.parametrize("name", ["exact", "contains", "number", "math"])
@@ -272,7 +274,7 @@ def test_mathematics_can_be_judged_off_the_main_thread(tmp_path: Path) -> None:
     thread = threading.Thread(target=lambda: verdicts.append(made.score(a_problem("2"), "$1+1$")))
     thread.start()
     thread.join()
-    assert verdicts == [RewardResult(reward=1.0, parts={"math": 1.0})]
+    assert verdicts == [RewardResult(reward=1.0, components={"math": 1.0})]
 
 
 @pytest.mark.parametrize("name", ["chain_sum", "rearc", "knights_knaves", "countdown"])

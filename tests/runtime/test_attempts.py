@@ -139,5 +139,5 @@ def test_a_verdict_of_a_session_that_answers_otherwise_is_a_failed_one() -> None
     verdicts: list[m.ScoreResult] = []
     for replayed in (("x", "x"), ("x", "y")):
         stage.turns.score(0, verdicts.append)
-        stage.asked.pop(0)[1](m.ScoreResult(item=0, reward=1.0, parts={}, failed=None, replayed=replayed))
+        stage.asked.pop(0)[1](m.ScoreResult(item=0, reward=1.0, components={}, failed=None, replayed=replayed))
     assert [verdict.reward for verdict in verdicts] == [1.0, None]

@@ -161,21 +161,21 @@ def test_what_does_not_fit_the_context_ends_the_trajectory(host: Host, base: Pat
     assert max(lengths) <= 64
 
 
-@pytest.mark.parametrize(("kind", "at_once"), [("Together", 1), ("Together", 4), ("Awaits", 4)])
+@pytest.mark.parametrize(("kind", "concurrency"), [("Together", 1), ("Together", 4), ("Awaits", 4)])
 def test_a_worker_asks_as_many_environments_at_once_as_it_may(
-    host: Host, base: Path, tmp_path: Path, kind: str, at_once: int
+    host: Host, base: Path, tmp_path: Path, kind: str, concurrency: int
 ) -> None:
     file = tmp_path / "inside"
-    settings = {"environment": {"params": {"file": str(file)}, "at_once": at_once}, "reward": {"workers": 1}}
-    run = host.start(make_run(base, f"turns-{kind}-{at_once}", merged(tree(base, kind), settings)))
+    settings = {"environment": {"params": {"file": str(file)}, "concurrency": concurrency}, "reward": {"workers": 1}}
+    run = host.start(make_run(base, f"turns-{kind}-{concurrency}", merged(tree(base, kind), settings)))
     assert broken(run, run.wait(), 4) == []
     most = max(int(line) for line in file.read_text().split())
-    assert most == 1 if at_once == 1 else 1 < most <= at_once
+    assert most == 1 if concurrency == 1 else 1 < most <= concurrency
 
 
 @pytest.mark.parametrize("hang", [True, False])
 def test_an_environment_that_hangs_or_crashes_harms_no_other_of_its_worker(host: Host, base: Path, hang: bool) -> None:
-    environment = {"params": {"hang": hang}, "at_once": 4, "timeout_seconds": 20.0 if hang else 600.0}
+    environment = {"params": {"hang": hang}, "concurrency": 4, "timeout_seconds": 20.0 if hang else 600.0}
     settings = {"environment": environment, "reward": {"workers": 1}, "supervision": {"restarts": 0}}
     run = host.start(make_run(base, f"turns-harm-{hang}", merged(tree(base, "Harms"), settings)))
     assert broken(run, run.wait(), 4) == []
@@ -193,7 +193,7 @@ def test_held_out_prompts_are_played_through_the_environment(host: Host, base: P
     """More prompts than the engine of the evaluator has room for at once."""
     changes = {
         "data": {"held_out": 6},
-        "evaluation": {"every": 2, "right": 1.5},
+        "evaluation": {"every": 2, "success_threshold": 1.5},
         "rollout": {"engine": {"max_requests": 4, "max_context": 200}},
         "control": {"max_response_tokens": 150},
     }
@@ -209,7 +209,7 @@ def test_held_out_prompts_are_played_through_the_environment(host: Host, base: P
 
 
 def test_an_environment_that_harms_costs_its_held_out_prompt_alone(host: Host, base: Path) -> None:
-    settings = {"environment": {"params": {"hang": False}, "at_once": 4}, "supervision": {"restarts": 0}}
+    settings = {"environment": {"params": {"hang": False}, "concurrency": 4}, "supervision": {"restarts": 0}}
     evaluation = {"data": {"held_out": 10}, "evaluation": {"every": 4}}
     run = host.start(make_run(base, "turns-evaluation-harm", merged(merged(tree(base, "Harms"), settings), evaluation)))
     assert broken(run, run.wait(), 4) == []

@@ -97,7 +97,7 @@ def test_three_versions_are_live_and_make_room_by_moving_what_waits_for_its_envi
         "environment": {
             "kind": "waits.py:Waits",
             "max_turns": 2,
-            "at_once": 32,
+            "concurrency": 32,
             "timeout_seconds": PATIENCE,
             "params": {"log": str(log), "instances": 3, "batch": BATCH},
         },

@@ -27,9 +27,9 @@ class Worker:
 class Pool:
     """Workers, judges over them, and what was answered."""
 
-    def __init__(self, count: int, at_once: int) -> None:
+    def __init__(self, count: int, concurrency: int) -> None:
         self.workers: list[Any] = []
-        self.judges = RewardClient(self, count, at_once)  # type: ignore[arg-type]
+        self.judges = RewardClient(self, count, concurrency)  # type: ignore[arg-type]
         self.answers: dict[int, Reply] = {}
         for worker in self.workers:
             self.judges.ready(worker)
@@ -58,7 +58,7 @@ class Pool:
 
 
 def test_sessions_are_spread_and_stay() -> None:
-    pool = Pool(3, at_once=4)
+    pool = Pool(3, concurrency=4)
     for session in range(6):
         pool.ask(session)
     assert sorted(len(worker.asked) for worker in pool.workers) == [2, 2, 2]
@@ -72,7 +72,7 @@ def test_sessions_are_spread_and_stay() -> None:
 
 
 def test_no_worker_is_asked_more_at_once_than_it_may() -> None:
-    pool = Pool(2, at_once=3)
+    pool = Pool(2, concurrency=3)
     for session in range(20):
         pool.ask(session)
         assert all(len(worker.asked) <= 3 for worker in pool.workers)
@@ -86,7 +86,7 @@ def test_no_worker_is_asked_more_at_once_than_it_may() -> None:
 
 
 def test_after_a_death_each_is_asked_alone_and_only_the_guilty_fails() -> None:
-    pool = Pool(1, at_once=4)
+    pool = Pool(1, concurrency=4)
     (worker,) = pool.workers
     for session in range(4):
         pool.ask(session)
@@ -103,7 +103,7 @@ def test_after_a_death_each_is_asked_alone_and_only_the_guilty_fails() -> None:
 def test_those_beside_one_that_hangs_are_not_blamed_however_often(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("dora_rl.runtime.supervisor.reward_client.time.monotonic", lambda: now)
-    pool = Pool(1, at_once=2)
+    pool = Pool(1, concurrency=2)
     (worker,) = pool.workers
     pool.ask(0, timeout=1000.0)
     for hanging in range(1, 6):
@@ -118,7 +118,7 @@ def test_those_beside_one_that_hangs_are_not_blamed_however_often(monkeypatch: p
 
 
 def test_nobody_new_is_asked_beside_a_question_that_is_asked_again() -> None:
-    pool = Pool(1, at_once=4)
+    pool = Pool(1, concurrency=4)
     (worker,) = pool.workers
     pool.ask(0)
     pool.die(worker)

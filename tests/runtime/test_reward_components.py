@@ -53,7 +53,7 @@ def test_parts_of_the_reward_are_in_metrics_and_samples(
         assert figures["reward/compute_score/mean"] == pytest.approx(sum(length % 2 for length in lengths) / 4)
         assert figures["reward/other/mean"] == 0.5
         assert figures["reward/other/std"] == 0.0
-        assert all(one["reward"] == one["reward_parts"]["compute_score"] + 1.0 for one in mine)
+        assert all(one["reward"] == one["reward_components"]["compute_score"] + 1.0 for one in mine)
         tags = [name for name in figures if name.startswith("reward/")]
         assert any("format" in name for name in tags)
         assert all(re.fullmatch(r"[A-Za-z0-9_./-]+", name) for name in tags)
@@ -80,9 +80,9 @@ def test_numbers_of_any_kind_are_told_and_nothing_else(tmp_path: Path) -> None:
     )
     (tmp_path / "f.py").write_text(code)
     verdict = RewardScorer(RewardConfig(functions=["f.py:f"]), tmp_path).score(Problem(key="", prompt=""), "")
-    assert verdict.parts["f"] == 1.0
-    assert verdict.parts["f/a"] == float(numpy.float32(2))
-    assert verdict.parts["f/b"] == 1.0
-    assert not {"f/c", "f/d", "f/e", "f/g"} & verdict.parts.keys()
-    assert len(verdict.parts) == 33
-    assert all(map(math.isfinite, verdict.parts.values()))
+    assert verdict.components["f"] == 1.0
+    assert verdict.components["f/a"] == float(numpy.float32(2))
+    assert verdict.components["f/b"] == 1.0
+    assert not {"f/c", "f/d", "f/e", "f/g"} & verdict.components.keys()
+    assert len(verdict.components) == 33
+    assert all(map(math.isfinite, verdict.components.values()))

@@ -52,20 +52,20 @@ def rewards(folder: Path) -> Path:
     return folder / "rewards.py"
 
 
-@pytest.mark.parametrize(("function", "at_once"), [("waits", 1), ("waits", 4), ("awaits", 4)])
+@pytest.mark.parametrize(("function", "concurrency"), [("waits", 1), ("waits", 4), ("awaits", 4)])
 def test_a_worker_judges_as_many_at_once_as_it_may(
-    host: Host, base: Path, tmp_path: Path, function: str, at_once: int
+    host: Host, base: Path, tmp_path: Path, function: str, concurrency: int
 ) -> None:
-    changes = {"reward": {"functions": [f"{rewards(tmp_path)}:{function}"], "at_once": at_once}}
-    run = host.start(make_run(base, f"slow-{function}-{at_once}", merged(settings(base, group_size=4), changes)))
+    changes = {"reward": {"functions": [f"{rewards(tmp_path)}:{function}"], "concurrency": concurrency}}
+    run = host.start(make_run(base, f"slow-{function}-{concurrency}", merged(settings(base, group_size=4), changes)))
     assert broken(run, run.wait(), 4) == []
     most = max(int(line) for line in (tmp_path / "inside").read_text().split())
-    assert most == 1 if at_once == 1 else 1 < most <= at_once
+    assert most == 1 if concurrency == 1 else 1 < most <= concurrency
 
 
 def test_a_reward_that_takes_its_process_down_costs_its_own_trajectory(host: Host, base: Path, tmp_path: Path) -> None:
     changes = {
-        "reward": {"functions": [f"{rewards(tmp_path)}:harms"], "at_once": 4},
+        "reward": {"functions": [f"{rewards(tmp_path)}:harms"], "concurrency": 4},
         "supervision": {"restarts": 0},
     }
     run = host.start(make_run(base, "slow-harms", merged(settings(base), changes)))
@@ -79,5 +79,5 @@ def test_a_reward_that_takes_its_process_down_costs_its_own_trajectory(host: Hos
 
 
 def test_what_uses_signals_is_not_run_in_threads() -> None:
-    with pytest.raises(ConfigError, match="at_once must be 1 with the function 'math'"):
-        build(RewardConfig, {"functions": ["math"], "at_once": 2})
+    with pytest.raises(ConfigError, match="concurrency must be 1 with the function 'math'"):
+        build(RewardConfig, {"functions": ["math"], "concurrency": 2})

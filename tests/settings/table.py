@@ -61,7 +61,7 @@ RUN: Table = {
         "runtime.supervisor.supervisor:Supervisor.__init__",
         "settings/test_supervisor.py::test_there_are_as_many_processes_as_asked_for",
     ),
-    "reward.at_once": Row(
+    "reward.concurrency": Row(
         "runtime.supervisor.supervisor:Supervisor.__init__",
         "settings/test_supervisor.py::test_a_judge_is_asked_so_many_questions_at_once",
     ),
@@ -82,7 +82,7 @@ RUN: Table = {
         "runtime.supervisor.doing:Doing.__init__",
         "settings/test_supervisor.py::test_a_question_is_due_after_its_timeout",
     ),
-    "environment.at_once": Row(
+    "environment.concurrency": Row(
         "runtime.supervisor.supervisor:Supervisor.__init__",
         "settings/test_supervisor.py::test_a_judge_is_asked_so_many_questions_at_once",
     ),
@@ -395,7 +395,7 @@ RUN: Table = {
         "runtime.supervisor.run:Run._evaluate",
         "settings/test_sampling.py::test_evaluation_samples_as_its_own_settings_say",
     ),
-    "evaluation.right": Row(
+    "evaluation.success_threshold": Row(
         "runtime.supervisor.run:Run._evaluate", "settings/test_supervisor.py::test_what_counts_as_right_is_as_told"
     ),
     "checkpoint": Row("runtime.workers.trainer:TrainerWorker._hear", why=SECTION),

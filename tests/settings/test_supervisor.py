@@ -29,7 +29,7 @@ ROOMY = {"max_requests": 1000, "kv_tokens": 1_000_000}
 MANY, SMALL = at("rollout.instances", 16), {"max_requests": 2, "kv_tokens": 1000}
 """More instances than groups: one that has nothing to do gets a group as long as the rules allow one."""
 ONE = at("rollout.instances", 1)
-TURNS = {"environment": {"kind": "turns.py:Turns", "timeout_seconds": 11.0, "at_once": 3}}
+TURNS = {"environment": {"kind": "turns.py:Turns", "timeout_seconds": 11.0, "concurrency": 3}}
 
 
 def admitted(part: SupervisorPart) -> int:
@@ -274,7 +274,7 @@ def test_the_judge_weighs_functions_as_told(base: Path) -> None:
     assert judged(functions=["exact", "format:^[0-9]$"]).reward == 2.0
     assert judged(functions=["exact", "format:^[0-9]$"], weights=[0.25, 3.0]).reward == 3.25
     assert judged(functions=["exact", "format:^[a-z]$"], weights=[0.25, 3.0]).reward == 0.25
-    assert set(judged(functions=["task.py:reward"]).parts) == {"reward"}
+    assert set(judged(functions=["task.py:reward"]).components) == {"reward"}
 
 
 def test_a_question_is_due_after_its_timeout(base: Path) -> None:
@@ -289,14 +289,14 @@ def test_a_question_is_due_after_its_timeout(base: Path) -> None:
 
 
 def test_a_judge_is_asked_so_many_questions_at_once(base: Path) -> None:
-    """`reward.at_once`, or `environment.at_once` where there is an environment."""
-    with supervisor(base, ONE, at("reward.at_once", 2)) as part:
+    """`reward.concurrency`, or `environment.concurrency` where there is an environment."""
+    with supervisor(base, ONE, at("reward.concurrency", 2)) as part:
         part.begin()
         for submit in part.submits():
             part.generated(submit)
         part.hear("judge0", m.WorkerReady())
         assert len(part.told("judge0", m.ScoreRequest)) == 2
-    with supervisor(base, ONE, TURNS, at("reward.at_once", 2)) as part:
+    with supervisor(base, ONE, TURNS, at("reward.concurrency", 2)) as part:
         part.begin()
         part.hear("judge0", m.WorkerReady())
         assert len(part.told("judge0", m.EnvRequest)) == 3
@@ -327,8 +327,8 @@ def test_evaluation_may_have_data_of_its_own(base: Path) -> None:
 
 
 def test_what_counts_as_right_is_as_told(base: Path) -> None:
-    """`evaluation.right`, in the figures of the run."""
-    changes = {"evaluation": {"every": 1, "samples": 2, "right": 0.5}, "data": {"held_out": 2}}
+    """`evaluation.success_threshold`, in the figures of the run."""
+    changes = {"evaluation": {"every": 1, "samples": 2, "success_threshold": 0.5}, "data": {"held_out": 2}}
     with supervisor(base, changes) as part:
         publish(part.folder)
         part.begin()

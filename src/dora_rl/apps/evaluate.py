@@ -69,7 +69,7 @@ def evaluate(
         )
     make_sure_of(asked.out, folders=True)
     count = samples or asked.config.evaluation.samples
-    result = summary(respond(asked, count), asked.config.evaluation.right, count)
+    result = summary(respond(asked, count), asked.config.evaluation.success_threshold, count)
     result = {"policy": str(asked.model), "version": asked.version, **result}
     asked.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     _say(result, asked)

@@ -188,7 +188,7 @@ def _likely(window: recorded.Window, last: Activity | None) -> list[tuple[Activi
 
 @functools.lru_cache(maxsize=4096)
 def _activity(label: str, version: int | None, cause: str) -> Activity:
-    return Activity(ActivityLabel(label), version, IdleCause(because=IdleReason(cause)) if cause else None)
+    return Activity(ActivityLabel(label), version, IdleCause(reason=IdleReason(cause)) if cause else None)
 
 
 def _slot(name: str) -> SlotId:

@@ -60,11 +60,11 @@ class IdleReason(StrEnum):
 class IdleCause(Record, frozen=True, kw_only=True):
     """A named cause, with the version that is waited for where there is one."""
 
-    because: IdleReason
+    reason: IdleReason
     version: Version | None = None
 
     def __str__(self) -> str:
-        return self.because.value if self.version is None else f"{self.because.value} v{self.version}"
+        return self.reason.value if self.version is None else f"{self.reason.value} v{self.version}"
 
 
 WORK = (ActivityLabel.DECODE, ActivityLabel.PREFILL, ActivityLabel.REPREFILL, ActivityLabel.MIGRATE)

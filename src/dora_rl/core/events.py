@@ -123,7 +123,7 @@ class Scored(Event, frozen=True, kw_only=True):
 
     trajectory: TrajectoryId
     reward: float
-    parts: dict[str, float] = {}
+    components: dict[str, float] = {}
     """What each reward function gave, and further numbers that it told of; for people, nothing is decided by it."""
 
 

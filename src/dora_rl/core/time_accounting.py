@@ -98,7 +98,7 @@ class TimeAccount:
         for activity, spent in self.totals.items():
             if activity.label is ActivityLabel.IDLE:
                 assert activity.cause is not None, "idle time without a cause"
-                name = activity.cause.because.value
+                name = activity.cause.reason.value
                 result[name] = result.get(name, 0) + spent
         return result
 

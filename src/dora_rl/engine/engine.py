@@ -64,8 +64,8 @@ if TYPE_CHECKING:
     from dora_rl.engine.runner import MakeRunner
 
 Clock = Callable[[], Nanoseconds]
-_SPARE = IdleCause(because=IdleReason.SPARE)
-_NO_PROMPTS = IdleCause(because=IdleReason.NO_PROMPTS)
+_SPARE = IdleCause(reason=IdleReason.SPARE)
+_NO_PROMPTS = IdleCause(reason=IdleReason.NO_PROMPTS)
 
 
 class Engine:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from dora_rl.engine.runner import MakeRunner, Runner
 
 PAGE = 4096
-STARTING = IdleCause(because=IdleReason.STARTING)
+STARTING = IdleCause(reason=IdleReason.STARTING)
 
 
 class Loading:

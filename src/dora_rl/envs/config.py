@@ -55,7 +55,7 @@ class RewardConfig(Config):
     """One answer's verdict is `failed` if it takes longer."""
     workers: int = Field(default=1, ge=1)
     """Processes that judge at once."""
-    at_once: int = Field(default=1, ge=1)
+    concurrency: int = Field(default=1, ge=1)
     """Answers that each of the workers judges at a time, in threads: more than 1 for functions that wait for other
     machines, or are async. Signals work only with 1, and so does `math`, which uses them."""
 
@@ -67,8 +67,10 @@ class RewardConfig(Config):
 
     @model_validator(mode="after")
     def _signals_work(self) -> Self:
-        if self.at_once > 1 and "math" in self.functions:
-            raise ValueError("at_once must be 1 with the function 'math', which uses signals; raise workers instead")
+        if self.concurrency > 1 and "math" in self.functions:
+            raise ValueError(
+                "concurrency must be 1 with the function 'math', which uses signals; raise workers instead"
+            )
         return self
 
 
@@ -83,6 +85,6 @@ class EnvironmentConfig(Config):
     """The trajectory ends after so many turns of the policy."""
     timeout_seconds: float = Field(default=60.0, gt=0)
     """The trajectory's verdict is `failed` if one reset or step takes longer."""
-    at_once: int = Field(default=1, ge=1)
+    concurrency: int = Field(default=1, ge=1)
     """Environments that each of the `reward.workers` asks at a time, in threads: more than 1 for those that wait for
     tools or other machines, or are async. Signals work only with 1."""

@@ -56,7 +56,7 @@ class Environments:
         self._make: Callable[..., Environment] = named_object(config.kind, folder)
         self._config = config
         self._judge = judge
-        self._loop = Loop() if config.at_once == 1 else SharedLoop()
+        self._loop = Loop() if config.concurrency == 1 else SharedLoop()
         _check(config.kind, self._make, config.params)
 
     def begin(self, problem: Problem) -> Session:
@@ -120,7 +120,7 @@ class Session:
             return judged
         if not math.isfinite(steps + judged.reward):
             return RewardResult(failed="the sum of the rewards is not finite")
-        return RewardResult(reward=steps + judged.reward, parts={**judged.parts, "environment": steps})
+        return RewardResult(reward=steps + judged.reward, components={**judged.components, "environment": steps})
 
     def close(self) -> None:
         """Let the environment clean up, if it wants to; a failure in that counts too."""

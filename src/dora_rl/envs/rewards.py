@@ -34,7 +34,7 @@ class RewardResult(Record, frozen=True, kw_only=True):
     """What one answer is worth, or why nobody can say."""
 
     reward: float | None = None
-    parts: dict[str, float] = msgspec.field(default_factory=dict)
+    components: dict[str, float] = msgspec.field(default_factory=dict)
     """What each function gave, before weights; further numbers it told of, as `function/name`."""
     failed: str | None = None
 
@@ -66,7 +66,7 @@ class RewardScorer:
     def __init__(self, reward: RewardConfig, folder: Path) -> None:
         self._functions = _resolve(reward, folder)
         self._weights = reward.weights or [1.0] * len(self._functions)
-        self._loop = Loop() if reward.at_once == 1 else SharedLoop()
+        self._loop = Loop() if reward.concurrency == 1 else SharedLoop()
 
     def score(self, problem: Problem, completion: str, completion_ids: tuple[int, ...] = ()) -> RewardResult:
         """The verdict on one completion."""
@@ -127,7 +127,7 @@ class RewardScorer:
         extras = {
             f"{function.name}/{name}": value for function, _, score in named for name, value in score.extras.items()
         }
-        return RewardResult(reward=reward, parts={**extras, **{name: value for name, _, value in applying}})
+        return RewardResult(reward=reward, components={**extras, **{name: value for name, _, value in applying}})
 
 
 def _score(name: str, value: Any, *, listed: bool) -> _Score:

@@ -56,26 +56,26 @@ class IdleExplainer:
 
     def _cause(self, slot: SlotState) -> IdleCause:
         if not slot.requests and (slot.leaving or slot.incoming):
-            return IdleCause(because=IdleReason.RESERVED, version=slot.version)
+            return IdleCause(reason=IdleReason.RESERVED, version=slot.version)
         if slot.instance.active:
-            return IdleCause(because=IdleReason.SPARE)
+            return IdleCause(reason=IdleReason.SPARE)
         if any(other.requests for other in slot.instance.slots):
-            return IdleCause(because=IdleReason.TOOL)
-        return self._closed or IdleCause(because=IdleReason.STARTING)
+            return IdleCause(reason=IdleReason.TOOL)
+        return self._closed or IdleCause(reason=IdleReason.STARTING)
 
     def _admission_closed(self) -> IdleCause | None:
         """Why no group is admitted now; None while admission is open."""
         context = self._context
         if context.newest is None:
-            return IdleCause(because=IdleReason.STARTING)
+            return IdleCause(reason=IdleReason.STARTING)
         if context.drained and not context.ledger.live:
-            return IdleCause(because=IdleReason.FINISHED)
+            return IdleCause(reason=IdleReason.FINISHED)
         if context.allowance():
             if not context.prompts:
-                return IdleCause(because=IdleReason.NO_PROMPTS)
-            return None if context.wanted() else IdleCause(because=IdleReason.AHEAD)
+                return IdleCause(reason=IdleReason.NO_PROMPTS)
+            return None if context.wanted() else IdleCause(reason=IdleReason.AHEAD)
         if self._training.stage in (TrainerStage.TRAINING, TrainerStage.ABSENT):
-            return IdleCause(because=IdleReason.TRAINER, version=context.newest)
+            return IdleCause(reason=IdleReason.TRAINER, version=context.newest)
         if self._training.stage is TrainerStage.PUBLISHING:
-            return IdleCause(because=IdleReason.PUBLISH, version=context.newest + 1)
-        return IdleCause(because=IdleReason.STRAGGLERS, version=min(context.ledger.unfinished, default=context.newest))
+            return IdleCause(reason=IdleReason.PUBLISH, version=context.newest + 1)
+        return IdleCause(reason=IdleReason.STRAGGLERS, version=min(context.ledger.unfinished, default=context.newest))

@@ -191,19 +191,19 @@ class TrainerState:
         """Why the trainer can't go on, while it collects."""
         ledger = self._context.ledger
         if self._context.newest is None or self.stage is not TrainerStage.COLLECTING:
-            return IdleCause(because=IdleReason.STARTING)
+            return IdleCause(reason=IdleReason.STARTING)
         if self._context.drained and not ledger.live:
-            return IdleCause(because=IdleReason.FINISHED)
+            return IdleCause(reason=IdleReason.FINISHED)
         for deadline in ledger.ready_deadlines():
             blocker = self._rule.blocker(deadline, ledger.due)
             if blocker is not None:
-                return IdleCause(because=IdleReason.DEADLINE, version=ledger.oldest_due(blocker))
+                return IdleCause(reason=IdleReason.DEADLINE, version=ledger.oldest_due(blocker))
         if not ledger.unfinished:
-            return IdleCause(because=IdleReason.NO_PROMPTS)
+            return IdleCause(reason=IdleReason.NO_PROMPTS)
         oldest = min(ledger.unfinished)
         if not ledger.running and ledger.scoring:
-            return IdleCause(because=IdleReason.REWARD, version=oldest)
-        return IdleCause(because=IdleReason.ROLLOUT, version=oldest)
+            return IdleCause(reason=IdleReason.REWARD, version=oldest)
+        return IdleCause(reason=IdleReason.ROLLOUT, version=oldest)
 
     def _take(self) -> None:
         ledger = self._context.ledger

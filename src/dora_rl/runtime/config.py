@@ -63,7 +63,7 @@ class EvaluationConfig(Config):
     """Responses to each prompt."""
     temperature: float = Field(1.0, ge=0)
     """0 takes the likeliest token."""
-    right: float = 1.0
+    success_threshold: float = 1.0
     """A response with at least this reward counts as right."""
 
 

@@ -25,8 +25,8 @@ from dora_rl.core.types import SECOND, Attempt, InstanceSpec, Nanoseconds, Traje
 from dora_rl.sim.costs import Costs
 from dora_rl.sim.workload import SimTurn
 
-_STARTING = IdleCause(because=IdleReason.STARTING)
-_SPARE = IdleCause(because=IdleReason.SPARE)
+_STARTING = IdleCause(reason=IdleReason.STARTING)
+_SPARE = IdleCause(reason=IdleReason.SPARE)
 
 
 @dataclass(slots=True, eq=False)

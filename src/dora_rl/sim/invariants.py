@@ -214,7 +214,7 @@ class InvariantChecker:
         if slot.version == snapshot.rollout_version and has_room:
             demand(not snapshot.admissible, f"{slot.slot} idles while groups are wanted")
             assert slot.idle is not None
-            named = slot.idle.because is not IdleReason.STARTING
+            named = slot.idle.reason is not IdleReason.STARTING
             demand(named, f"{slot.slot} serves version {slot.version} and idles as if it had none")
 
     def check_finished(self, snapshot: Snapshot, *, prompts: int) -> None:

@@ -241,7 +241,7 @@ class Meter(SimRuntime):
 def _named(totals: Counter[Activity]) -> Counter[str]:
     result: Counter[str] = Counter()
     for activity, spent in totals.items():
-        result[named(activity.label, "" if activity.cause is None else activity.cause.because)] += spent
+        result[named(activity.label, "" if activity.cause is None else activity.cause.reason)] += spent
     return result
 
 
@@ -251,7 +251,7 @@ def _shares(totals: Counter[Activity], *, idle_only: bool = False, by_label: boo
     for activity, spent in totals.items():
         if activity.label is ActivityLabel.IDLE and not by_label:
             assert activity.cause is not None
-            cause = activity.cause.because.value
+            cause = activity.cause.reason.value
             result[cause if idle_only else named(activity.label, cause)] += spent
         elif not idle_only:
             result[activity.label.value] += spent

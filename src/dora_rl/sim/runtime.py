@@ -34,7 +34,7 @@ from dora_rl.sim.instance import SimInstance, SimRequest
 from dora_rl.sim.workload import Source
 
 Action = Callable[[], None]
-_STARTING = IdleCause(because=IdleReason.STARTING)
+_STARTING = IdleCause(reason=IdleReason.STARTING)
 
 
 def fingerprint(version: Version) -> str:

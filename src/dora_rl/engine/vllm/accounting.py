@@ -27,7 +27,7 @@ class StepAccounting:
 
     def __init__(self, clock: Clock) -> None:
         self.stats = Stats()
-        self.account = TimeAccount(clock(), Activity(ActivityLabel.IDLE, cause=IdleCause(because=IdleReason.STARTING)))
+        self.account = TimeAccount(clock(), Activity(ActivityLabel.IDLE, cause=IdleCause(reason=IdleReason.STARTING)))
         self._clock = clock
         self._work: Counter[Activity] = Counter()
         self._recomputed = 0

@@ -287,7 +287,7 @@ class VllmEngine:
             if self._tally.preempted(self._core.counters):
                 self._reports.events.append(KvPressure(instance=self.instance, kv_tokens=self.kv_tokens))
         elif self._tally.account.current.label is not ActivityLabel.IDLE:
-            self._tally.idle(IdleCause(because=IdleReason.NO_PROMPTS))
+            self._tally.idle(IdleCause(reason=IdleReason.NO_PROMPTS))
         return self.drain()
 
     def drain(self) -> StepOutput:

@@ -155,7 +155,7 @@ class Doing:
         if isinstance(verdict, m.EnvResult) or verdict.reward is None:
             self._parts.happen(e.TrajectoryFailed(trajectory=trajectory, reason=verdict.failed or "no verdict"))
         else:
-            self._parts.happen(e.Scored(trajectory=trajectory, reward=verdict.reward, parts=verdict.parts))
+            self._parts.happen(e.Scored(trajectory=trajectory, reward=verdict.reward, components=verdict.components))
 
     # -- trainer ----------------------------------------------------------------------------------------------
 

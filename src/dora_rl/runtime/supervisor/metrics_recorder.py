@@ -40,7 +40,7 @@ class MetricsRecorder:
     def __init__(self, folder: RunDir, trackers: list[Tracker], now: Nanoseconds) -> None:
         self._metrics, self._samples, self._activity = map(_append, (folder.metrics, folder.samples, folder.activity))
         self._trackers = trackers
-        self.trainer = TimeAccount(now, Activity(ActivityLabel.IDLE, cause=IdleCause(because=IdleReason.STARTING)))
+        self.trainer = TimeAccount(now, Activity(ActivityLabel.IDLE, cause=IdleCause(reason=IdleReason.STARTING)))
         self._trainer_window = now
         self.last: dict[str, float] = {}
         """Figures of the last step."""
@@ -84,7 +84,7 @@ class MetricsRecorder:
         tokens = sum(len(one.response) for group in groups for one in group.trajectories.values() if not one.failed)
         self.tokens += tokens
         ours = {f"off_policy/staleness_{age}": count / len(groups) for age, count in sorted(ages.items())}
-        ours |= reward_figures([one.reward_parts for group in groups for one in group.trajectories.values()])
+        ours |= reward_figures([one.reward_components for group in groups for one in group.trajectories.values()])
         self._pending[step] = metrics | ours | {"batch/response_tokens": float(tokens)}
 
     def published(self, version: Version, now: Nanoseconds, live: int, verdicts: int, ledger_seconds: float) -> None:
@@ -140,7 +140,7 @@ class MetricsRecorder:
             TimeShare(
                 label=activity.label.value,
                 version=activity.version,
-                cause="" if activity.cause is None else activity.cause.because.value,
+                cause="" if activity.cause is None else activity.cause.reason.value,
                 spent=spent,
             )
             for activity, spent in self.trainer.totals.items()

@@ -53,7 +53,7 @@ class Noting:
             account.switch(parts.now(), Activity(ActivityLabel.TRAIN, parts.newest))
         elif account.current.label is not ActivityLabel.IDLE or cause is not None:
             account.switch(
-                parts.now(), Activity(ActivityLabel.IDLE, parts.newest, cause or IdleCause(because=IdleReason.ROLLOUT))
+                parts.now(), Activity(ActivityLabel.IDLE, parts.newest, cause or IdleCause(reason=IdleReason.ROLLOUT))
             )
 
     def evaluate(self, version: Version) -> None:
@@ -79,7 +79,7 @@ class Noting:
                     "response": parts.text.decode(one.response),
                     "tokens": len(one.response),
                     "reward": one.reward,
-                    "reward_parts": one.reward_parts,
+                    "reward_components": one.reward_components,
                     "stop": one.ended,
                 }
                 parts.recorder.sample(record)

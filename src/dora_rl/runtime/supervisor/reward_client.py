@@ -45,10 +45,10 @@ class _Question:
 class RewardClient:
     """The pool."""
 
-    def __init__(self, processes: ProcessManager, count: int, at_once: int = 1) -> None:
+    def __init__(self, processes: ProcessManager, count: int, concurrency: int = 1) -> None:
         started = [processes.start("judge", f"judge{number}") for number in range(count)]
         self._workers = {worker.place: worker for worker in started}
-        self._at_once = at_once
+        self._concurrency = concurrency
         self._ready: set[str] = set()
         self._waiting: deque[_Question] = deque()
         self._asked: dict[str, dict[int, _Question]] = {place: {} for place in self._workers}
@@ -158,7 +158,7 @@ class RewardClient:
         self._waiting.extendleft(reversed(later))
 
     def _has_room(self, place: str) -> bool:
-        return len(self._asked[place]) < self._at_once and not self._again[place]
+        return len(self._asked[place]) < self._concurrency and not self._again[place]
 
     def _place(self, question: _Question, room: set[str]) -> str | None:
         """Who is asked: the home of its session, or else whoever has least to do; nobody, if they have no room."""
@@ -193,4 +193,4 @@ class RewardClient:
 
     def _fail(self, question: _Question, reason: str, *, late: bool = False) -> None:
         self._guard.answered(question.item, reason, late=late)
-        self._answer(question, m.ScoreResult(item=question.item, reward=None, parts={}, failed=reason))
+        self._answer(question, m.ScoreResult(item=question.item, reward=None, components={}, failed=reason))

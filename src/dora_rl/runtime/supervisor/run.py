@@ -154,7 +154,7 @@ class Run:
                 [(problem, self.text.encode(problem)) for problem in held_out],
                 self.config.request_sampling(self.text.stop_ids, temperature=settings.temperature),
                 settings.samples,
-                settings.right,
+                settings.success_threshold,
                 self.config.reward.timeout_seconds,
                 store,
                 self.text.decode,

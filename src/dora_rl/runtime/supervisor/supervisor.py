@@ -72,7 +72,7 @@ class Supervisor:
         """Set from a signal handler: end, with everything kept."""
         self._origin = origin
         self._clock = clock
-        at_once = config.reward.at_once if config.environment.kind is None else config.environment.at_once
+        concurrency = config.reward.concurrency if config.environment.kind is None else config.environment.concurrency
         self._parts = Parts(
             config=config,
             books=books,
@@ -82,7 +82,7 @@ class Supervisor:
             text=text,
             processes=processes,
             crew=Crew(processes, overlap=config.control.mode != "sync"),
-            judges=RewardClient(processes, config.reward.workers, at_once),
+            judges=RewardClient(processes, config.reward.workers, concurrency),
             notice=notice,
             happen=self._happen,
             lost=self._lost,

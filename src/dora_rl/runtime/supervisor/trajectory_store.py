@@ -45,7 +45,7 @@ class TrajectoryEntry:
     generated: int | None = None
     """Tokens of the whole response, once it is known to be whole."""
     reward: float | None = None
-    reward_parts: dict[str, float] = field(default_factory=dict)
+    reward_components: dict[str, float] = field(default_factory=dict)
     """What each reward function gave, and further numbers that it told of."""
     failed: bool = False
 
@@ -168,10 +168,10 @@ class TrajectoryStore:
                 if book is not None and book.attempt == attempt:
                     self._stopped(trajectory, book)
                     book.generated = tokens
-            case e.Scored(trajectory=trajectory, reward=reward, parts=parts):
+            case e.Scored(trajectory=trajectory, reward=reward, components=components):
                 book = self.find(trajectory)
                 if book is not None and book.reward is None:
-                    book.reward, book.reward_parts = reward, parts
+                    book.reward, book.reward_components = reward, components
             case e.Published(version=version, fingerprint=fingerprint):
                 self.fingerprints.setdefault(version, fingerprint)
                 self.live_versions, self._most_live = self._most_live, len(self._running)

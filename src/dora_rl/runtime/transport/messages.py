@@ -317,7 +317,7 @@ class ScoreResult(Message, frozen=True, kw_only=True):
 
     item: int
     reward: float | None
-    parts: dict[str, float]
+    components: dict[str, float]
     failed: str | None
     replayed: tuple[str, ...] = ()
     """As in `EnvResult`."""

@@ -1,10 +1,11 @@
-"""A judge in a process of its own: rewards and environments may hang, crash or print; here that harms nobody.
+"""The reward worker: scores trajectories and plays environments in a process of its own.
 
-Rewards and verdicts are made in the main thread, one after the other, since they may use signals. With `reward.at_once`
-above 1 rewards are made in threads; with `environment.at_once` above 1 environments are asked in threads: each session
-by one thread at a time.
+User code may hang, crash or print; here it harms no other process. Rewards are computed in
+the main thread, one after the other, since they may use signals. With `reward.concurrency` above 1 rewards are computed
+in threads; with `environment.concurrency` above 1 environments are stepped in threads, each session by one thread at a
+time.
 
-A process that user code forks is not a judge: it has no channel, and ends when it comes back from the user's function.
+A process that user code forks is not a reward worker: it has no channel, and ends when the user's function returns.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ def serve(start: m.StartWorker, channel: Channel[m.ToWorker], messages: list[m.T
     config, base = parse(start.config), Path(start.base)
     judge = RewardScorer(config.reward, base)
     plays = _Plays(config, base, judge) if config.environment.kind is not None else None
-    at_once = config.reward.at_once if plays is None else config.environment.at_once
-    pool = ThreadPoolExecutor(at_once) if at_once > 1 else None
+    concurrency = config.reward.concurrency if plays is None else config.environment.concurrency
+    pool = ThreadPoolExecutor(concurrency) if concurrency > 1 else None
     os.register_at_fork(after_in_child=channel.close)
     channel.send(m.WorkerReady())
     while True:
@@ -63,7 +64,7 @@ def serve(start: m.StartWorker, channel: Channel[m.ToWorker], messages: list[m.T
 
 def _judged(judge: RewardScorer, message: m.ScoreRequest) -> m.ScoreResult:
     verdict = judge.score(message.problem, message.completion, message.tokens)
-    return m.ScoreResult(item=message.item, reward=verdict.reward, parts=verdict.parts, failed=verdict.failed)
+    return m.ScoreResult(item=message.item, reward=verdict.reward, components=verdict.components, failed=verdict.failed)
 
 
 def _apart(reply: Callable[[], m.EnvResult | m.ScoreResult], channel: Channel[m.ToWorker]) -> None:
@@ -96,7 +97,7 @@ class _Plays:
             return m.ScoreResult(
                 item=message.item,
                 reward=verdict.reward,
-                parts=verdict.parts,
+                components=verdict.components,
                 failed=verdict.failed,
                 replayed=tuple(replayed),
             )

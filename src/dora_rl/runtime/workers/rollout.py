@@ -214,7 +214,7 @@ class RolloutWorker:
                 m.TimeShare(
                     label=activity.label.value,
                     version=activity.version,
-                    cause="" if activity.cause is None else activity.cause.because.value,
+                    cause="" if activity.cause is None else activity.cause.reason.value,
                     spent=spent,
                 )
                 for activity, spent in account.totals.items()
