@@ -239,7 +239,7 @@ def _supervisor() -> tuple[float, float, dict[str, float]]:
         tokens = read(Path(folder) / "run").tokens
         scoring = _scoring(Path(folder) / "run" / "events.jsonl")
     spent = watch.spent("trainer")
-    ours = sum(seconds for name, seconds in spent.items() if name == "supervisor" or name.startswith("judge"))
+    ours = sum(seconds for name, seconds in spent.items() if name == "supervisor" or name.startswith("reward"))
     return ours / tokens, scoring, spent
 
 

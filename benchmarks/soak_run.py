@@ -49,7 +49,7 @@ _WINDOW = 6
 """Samples of which the least counts."""
 _WARM = 120.0
 _HOUR = 3600.0
-FAULTS = ("kill i0", "kill trainer", "stop i1", "kill judge0", "kill supervisor", "kill i1", "kill nursery")
+FAULTS = ("kill i0", "kill trainer", "stop i1", "kill reward0", "kill supervisor", "kill i1", "kill fork_server")
 
 
 class Sample(NamedTuple):

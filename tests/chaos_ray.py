@@ -46,7 +46,7 @@ class RayChaos:
         faults: list[tuple[str, Callable[[], bool]]] = [
             ("kill -9 of an instance", lambda: self.run_.kill(self.dice.choice(["i0", "i1"]))),
             ("kill -9 of the trainer", lambda: self.run_.kill("trainer")),
-            ("kill -9 of a judge", lambda: self.run_.kill("judge0")),
+            ("kill -9 of a judge", lambda: self.run_.kill("reward0")),
             ("loss of the supervisor", self._kill_supervisor),
             ("stop and continue", self._stop),
             ("loss of a node, and a new one", self._lose_node),
@@ -67,7 +67,7 @@ class RayChaos:
         return True
 
     def _stop(self) -> bool:
-        place = self.dice.choice(["i0", "i1", "trainer", "judge0"])
+        place = self.dice.choice(["i0", "i1", "trainer", "reward0"])
         if not self.run_.kill(place, signal.SIGSTOP):
             return False
         time.sleep(self.dice.choice([0.05, 0.5, 2.0]))

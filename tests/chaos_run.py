@@ -43,7 +43,7 @@ COUNTED = {
     "full": "full disk",
 }
 """Faults that say themselves when they happen."""
-PLACES = ["i0", "i1", "trainer", "judge0"]
+PLACES = ["i0", "i1", "trainer", "reward0"]
 
 
 def _leases(folder: str, names: list[str]) -> list[str]:
@@ -87,7 +87,7 @@ class Chaos:
         faults: list[tuple[str, Callable[[], bool]]] = [
             ("kill -9 of an instance", lambda: self._kill(self.dice.choice(["i0", "i1"]))),
             ("kill -9 of the trainer", lambda: self._kill("trainer")),
-            ("kill -9 of a judge", lambda: self._kill("judge0")),
+            ("kill -9 of a judge", lambda: self._kill("reward0")),
             ("kill -9 of the supervisor", self._kill_supervisor),
             ("stop and continue", self._stop),
             ("dropped message", lambda: self._restart_with("wire", "drop")),
@@ -100,7 +100,7 @@ class Chaos:
             ("power loss", self._power_loss),
         ]
         if self.dice.random() < 0.1:  # importing everything again takes seconds
-            faults.append(("kill -9 of the nursery", lambda: self._kill("nursery")))
+            faults.append(("kill -9 of the nursery", lambda: self._kill("fork_server")))
         for name, strikes in self.dice.choices(faults, k=self.dice.randint(2, 4)):
             if strikes() and name not in COUNTED.values():
                 self.survived[name] += 1

@@ -27,7 +27,7 @@ _HEAD = struct.Struct("<II")
 
 def machine(order: dict[str, Any], nursery: Callable[[Path], ForkServer]) -> Machine:
     """The machine that an order asks for."""
-    parts: dict[str, Any] = {"nursery": nursery}
+    parts: dict[str, Any] = {"fork_server": nursery}
     note = Note(Path(order["folder"]) / "logs" / "faults")
     if "wire" in order:
         parts["link"] = Wire(**order["wire"], note=note).link

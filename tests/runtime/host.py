@@ -35,7 +35,7 @@ class Forked:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(self.pid, os.WNOHANG)[0] == 0:
                 if end is not None and time.monotonic() > end:
-                    raise subprocess.TimeoutExpired("nursery", timeout or 0.0)
+                    raise subprocess.TimeoutExpired("fork_server", timeout or 0.0)
                 time.sleep(0.005)
 
     def kill(self) -> None:
@@ -50,13 +50,13 @@ class ForkedNursery(ForkServer):
 
     def fork(self, link: socket.socket, log: IO[bytes]) -> forks.Forked:
         forked = super().fork(link, log)
-        self._note(f"keeper-{Path(log.name).stem}", forked.keeper)
+        self._note(f"reaper-{Path(log.name).stem}", forked.keeper)
         self._note(Path(log.name).stem, forked.pid)
         return forked
 
     def _begin(self) -> tuple[socket.socket, int]:
         begun = super()._begin() if hasattr(self, "_process") else self._fork_nursery()
-        self._note("nursery", begun[1])
+        self._note("fork_server", begun[1])
         return begun
 
     def _fork_nursery(self) -> tuple[socket.socket, int]:

@@ -22,7 +22,7 @@ _STORE = 80 << 20
 def ray_settings(base: Path, steps: int, **other: Any) -> dict[str, Any]:
     """The small job, for a cluster whose rollout nodes have the named resource `rollout`."""
     tree = settings(base, steps=steps)
-    ray = {"instance": {"resources": {"rollout": 1}}, "judge": {"num_cpus": 0.1}}
+    ray = {"instance": {"resources": {"rollout": 1}}, "reward": {"num_cpus": 0.1}}
     # Processes that import torch on a busy machine take their time.
     deadlines = {"load": 90.0, "heartbeat": 10.0, "train": 60.0}
     reward = {"functions": ["task.py:unhurried"]}

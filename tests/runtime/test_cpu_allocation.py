@@ -82,4 +82,4 @@ def test_processes_start_as_nice_as_their_role_asks(tmp_path: Path) -> None:
     assert found("dora", "instance", "i0") == niceness(2, 3, overlap=True) == 5
     assert found("sync", "instance", "i0") == 0
     assert found("sync", "instance", "evaluator") == 5
-    assert found("dora", "trainer", "trainer") == found("dora", "judge", "judge0") == 0
+    assert found("dora", "trainer", "trainer") == found("dora", "reward", "reward0") == 0

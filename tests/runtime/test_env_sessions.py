@@ -108,7 +108,7 @@ def said(folder: RunDir) -> dict[int, list[tuple[int, bytes]]]:
     return parts
 
 
-@pytest.mark.parametrize("place", [None, "judge0", "i0"])
+@pytest.mark.parametrize("place", [None, "reward0", "i0"])
 def test_turns_are_whole_also_when_a_process_is_lost(host: Host, base: Path, place: str | None) -> None:
     changes = {"checkpoint": {"every": 50}, "rollout": {"instances": 3}}
     run = host.start(make_run(base, f"turns-{place}", merged(tree(base), changes)))

@@ -46,7 +46,7 @@ def finish(supervisor: Supervisor, steps: int = STEPS) -> dict[str, Any]:
 def test_killed_processes_are_replaced(host: Host, base: Path) -> None:
     run = begin(host, base, "kill", {"control": {"steps": 8}})
     dice = random.Random(0)
-    struck = sum(strike(run, place, dice, most=25) for place in ("i0", "trainer", "judge0", "i1"))
+    struck = sum(strike(run, place, dice, most=25) for place in ("i0", "trainer", "reward0", "i1"))
     outcome = finish(run, 8)
     assert struck >= 2
     assert sum("is lost" in notice for notice in outcome["notices"]) >= struck, outcome
@@ -64,7 +64,7 @@ def test_killed_supervisor_is_resumed(host: Host, base: Path) -> None:
 
 def test_killed_nursery_is_replaced(host: Host, base: Path) -> None:
     run = begin(host, base, "kill-nursery")
-    assert strike(run, "nursery", random.Random(1))
+    assert strike(run, "fork_server", random.Random(1))
     finish(run)
 
 

@@ -120,7 +120,7 @@ def test_a_prompt_that_kills_costs_no_restart_and_no_other_prompt(host: Host, ba
     failed = failures(run.folder)
     assert {why for _, why in failed} == {"the process died in which the reward ran"}
     assert len({prompt for prompt, _ in failed}) == 1
-    deaths = [notice for notice in outcome["notices"] if "judge0" in notice and "is lost" in notice]
+    deaths = [notice for notice in outcome["notices"] if "reward0" in notice and "is lost" in notice]
     assert len(deaths) > 1, "with no restarts allowed, the first death that counts would have ended the run"
 
 
@@ -129,7 +129,7 @@ def test_a_judge_that_cannot_start_is_given_up(host: Host, base: Path, tmp_path:
     run = begin(host, base, tmp_path, "", reward={"functions": [f"{tmp_path / 'dies.py'}:reward"]})
     outcome = run.wait()
     assert outcome["code"] == 1
-    assert "no judge is left: judge0 failed 1 times in a row" in outcome["error"]
+    assert "no reward worker is left: reward0 failed 1 times in a row" in outcome["error"]
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_nothing_that_rewards_have_started_outlives_the_run(host: Host, base: Pa
     assert [pid for pid in left(tmp_path) if alive(pid)] == []
 
 
-@pytest.mark.parametrize("place", [None, "nursery", "judge0", "keeper-judge0"])
+@pytest.mark.parametrize("place", [None, "fork_server", "reward0", "reaper-reward0"])
 def test_nor_a_process_above_it_that_is_killed(host: Host, base: Path, tmp_path: Path, place: str | None) -> None:
     run = begin(host, base, tmp_path, "leaves", supervision={"restarts": 5}, control={"steps": 6})
     assert eventually(lambda: left(tmp_path))

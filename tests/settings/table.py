@@ -457,7 +457,7 @@ RUN: Table = {
     "ray.trainer": Row(
         "runtime.launch.ray.nodes:room", "runtime/test_room.py::test_ranks_and_evaluator_have_room_beside_the_instances"
     ),
-    "ray.judge": Row(
+    "ray.reward": Row(
         "runtime.launch.ray.init:_cpus", "settings/test_ray.py::test_a_process_takes_of_the_cluster_what_it_was_told"
     ),
     "ray.shared_folder": Row(

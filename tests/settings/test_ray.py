@@ -20,13 +20,13 @@ def config(base: Path, **ray: Any) -> RunConfig:
 
 
 def test_a_process_takes_of_the_cluster_what_it_was_told(base: Path) -> None:
-    """`num_cpus`, `num_gpus` and `resources` of `instance`, `trainer` and `judge`."""
+    """`num_cpus`, `num_gpus` and `resources` of `instance`, `trainer` and `reward`."""
     need = {"num_cpus": 2.0, "num_gpus": 1.0, "resources": {"rollout": 0.5}}
     assert config(base, instance=need).ray.instance.bundle() == {"CPU": 2.0, "GPU": 1.0, "rollout": 0.5}
-    alone = start._cpus(config(base))  # two instances, one rank, one judge
+    alone = start._cpus(config(base))  # two instances, one rank, one reward worker
     assert start._cpus(config(base, instance={"num_cpus": 3.0})) == alone + 4
     assert start._cpus(config(base, trainer={"num_cpus": 3.0})) == alone + 2
-    assert start._cpus(config(base, judge={"num_cpus": 2.5})) == alone + 2
+    assert start._cpus(config(base, reward={"num_cpus": 2.5})) == alone + 2
 
 
 @pytest.mark.parametrize("address", ["", "somewhere:6379"])

@@ -43,7 +43,7 @@ def admitted(part: SupervisorPart) -> int:
 def test_there_are_as_many_processes_as_asked_for(base: Path) -> None:
     changes = {"rollout": {"instances": 3}, "reward": {"workers": 2}, "trainer": {"ranks": 2}}
     with supervisor(base, changes) as part:
-        assert sorted(part.host.seats) == ["i0", "i1", "i2", "judge0", "judge1", "rank1", "trainer"]
+        assert sorted(part.host.seats) == ["i0", "i1", "i2", "rank1", "reward0", "reward1", "trainer"]
         told = part.told("rank1", m.StartWorker)[0]
         assert (told.rank, told.ranks) == (1, 2)
 
@@ -265,7 +265,7 @@ def test_the_judge_weighs_functions_as_told(base: Path) -> None:
         line: Any = Line()
         problem = Problem(key="0", prompt="1+1=", answer="2")
         question = m.ScoreRequest(item=1, problem=problem, completion="2", tokens=(4,))
-        judge.serve(start(folder_of(base, {"reward": reward}), "judge"), line, [question, m.StopWorker()])
+        judge.serve(start(folder_of(base, {"reward": reward}), "reward"), line, [question, m.StopWorker()])
         (found,) = line.of(m.ScoreResult)
         assert isinstance(found, m.ScoreResult)
         return found
@@ -294,12 +294,12 @@ def test_a_judge_is_asked_so_many_questions_at_once(base: Path) -> None:
         part.begin()
         for submit in part.submits():
             part.generated(submit)
-        part.hear("judge0", m.WorkerReady())
-        assert len(part.told("judge0", m.ScoreRequest)) == 2
+        part.hear("reward0", m.WorkerReady())
+        assert len(part.told("reward0", m.ScoreRequest)) == 2
     with supervisor(base, ONE, TURNS, at("reward.concurrency", 2)) as part:
         part.begin()
-        part.hear("judge0", m.WorkerReady())
-        assert len(part.told("judge0", m.EnvRequest)) == 3
+        part.hear("reward0", m.WorkerReady())
+        assert len(part.told("reward0", m.EnvRequest)) == 3
 
 
 # -- evaluation and figures -----------------------------------------------------------------------------------------

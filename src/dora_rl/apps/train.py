@@ -196,11 +196,11 @@ def _wire(
     from dora_rl.runtime.launch.machine import Machine
 
     # It imports torch while this process does.
-    nursery = nursery or ForkServer(folder.logs / "nursery.log")
+    nursery = nursery or ForkServer(folder.logs / "fork_server.log")
     try:
         from dora_rl.runtime.supervisor.run import Run
 
-        return Run(folder, notice=say, bound=bound, machine=Machine(nursery=nursery.log_to), prepared=prepared)
+        return Run(folder, notice=say, bound=bound, machine=Machine(fork_server=nursery.log_to), prepared=prepared)
     except BaseException:
         nursery.close()
         raise

@@ -20,7 +20,7 @@ from dora_rl.runtime.run_dir import RunDir
 class Machine:
     """The parts."""
 
-    nursery: Callable[[Path], ForkServer] = ForkServer
+    fork_server: Callable[[Path], ForkServer] = ForkServer
     """Where processes of this machine come from."""
     link: Callable[[], tuple[socket.socket, socket.socket]] = socket.socketpair
     """What they speak over."""
@@ -31,4 +31,4 @@ class Machine:
 
     def host(self, folder: RunDir) -> Backend:
         """Where the processes of a run come from."""
-        return LocalBackend(folder, self.nursery(folder.logs / "nursery.log"), self.link)
+        return LocalBackend(folder, self.fork_server(folder.logs / "fork_server.log"), self.link)

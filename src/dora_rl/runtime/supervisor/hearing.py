@@ -44,7 +44,7 @@ class Hearing:
                 )
             process.said = message.reason
             parts.notice(f"{process.name}: {message.reason}")
-        elif process.role == "judge":
+        elif process.role == "reward":
             if isinstance(message, m.WorkerReady):
                 parts.judges.ready(process)
             else:

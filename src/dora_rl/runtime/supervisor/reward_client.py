@@ -46,7 +46,7 @@ class RewardClient:
     """The pool."""
 
     def __init__(self, processes: ProcessManager, count: int, concurrency: int = 1) -> None:
-        started = [processes.start("judge", f"judge{number}") for number in range(count)]
+        started = [processes.start("reward", f"reward{number}") for number in range(count)]
         self._workers = {worker.place: worker for worker in started}
         self._concurrency = concurrency
         self._ready: set[str] = set()

@@ -310,13 +310,13 @@ class Supervisor:
             parts.crew.trainer.said = parts.crew.trainer.said or process.said
             process, reason = parts.crew.trainer, f"{process.name}: {reason}"
         name = process.name
-        if process.role == "judge":
+        if process.role == "reward":
             by_question = by_question or parts.judges.asked(process)
         again = parts.processes.bury(process, reason, by_question=by_question)
         parts.recorder.note("lost", self.now(), who=name, reason=reason)
         fate = "it is started again" if again else "it is given up after too many failures"
         parts.notice(f"{name} is lost: {reason}; {fate}")
-        if process.role == "judge":
+        if process.role == "reward":
             parts.judges.lost(process)
         elif parts.evaluation is not None and parts.evaluation.owns(process):
             parts.evaluation.lost()
@@ -364,7 +364,7 @@ class Supervisor:
             left = [one for one in left if not parts.evaluation.owns(one)]
         if not left:
             raise RunError(
-                f"no {process.role} is left: {process.place} failed {process.failures} times in a row, last with: "
+                f"no {process.role} worker is left: {process.place} failed {process.failures} times in a row, last with: "
                 f"{process.last_words}; see {process.place}.log in the run's logs, then resume the run"
             )
         if process.role != "trainer":

@@ -63,7 +63,7 @@ def _play(start: StartWorker, channel: Channel[ToWorker], messages: list[ToWorke
             from dora_rl.runtime.workers.trainer import TrainerWorker
 
             TrainerWorker(start, channel, carriage.address).serve(messages)
-        case "judge":
+        case "reward":
             from dora_rl.runtime.workers.reward import serve
 
             serve(start, channel, messages)

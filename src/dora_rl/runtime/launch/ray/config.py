@@ -25,7 +25,7 @@ class NeedConfig(Config):
         return {name: amount for name, amount in needs.items() if amount} or {"CPU": 0.001}
 
 
-_JUDGE: dict[str, Any] = {"num_cpus": 0.5}
+_REWARD: dict[str, Any] = {"num_cpus": 0.5}
 """Judges mostly wait for completions, so two share a core."""
 
 
@@ -42,14 +42,14 @@ class RayConfig(Config):
     """Each instance, and the evaluator."""
     trainer: NeedConfig = NeedConfig()
     """Each rank of the trainer."""
-    judge: NeedConfig = NeedConfig(**_JUDGE)
+    reward: NeedConfig = NeedConfig(**_REWARD)
     """Each process that judges."""
     shared_folder: bool = False
     """The run's folder is on a file system that every node has: the trainer may be on any node. Otherwise it is on the
     node of the supervisor, which is the one where the command was given."""
 
-    @field_validator("judge", mode="before")
+    @field_validator("reward", mode="before")
     @classmethod
     def _keep_defaults(cls, given: Any) -> Any:
         """One key that is set does not change the others."""
-        return {**_JUDGE, **given} if isinstance(given, dict) else given
+        return {**_REWARD, **given} if isinstance(given, dict) else given

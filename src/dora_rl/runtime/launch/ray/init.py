@@ -84,6 +84,6 @@ def begin(folder: RunDir, bound: int | None = None, kind: type | None = None) ->
 def _cpus(config: RunConfig) -> int:
     """That the run's processes need together, where they share one machine."""
     ray, rollout = config.ray, config.rollout.instances + (config.evaluation.every > 0)
-    trainer, judges = config.trainer.ranks * ray.trainer.num_cpus, config.reward.workers * ray.judge.num_cpus
+    trainer, judges = config.trainer.ranks * ray.trainer.num_cpus, config.reward.workers * ray.reward.num_cpus
     needed = trainer + rollout * ray.instance.num_cpus + judges
     return int(needed + 0.999)

@@ -47,7 +47,7 @@ class WorkerActor:
         address, port = ray.get(self._supervisor.door.remote(here))
         node = ray.get_runtime_context().get_node_id()
         link, ahead = enter(address, port, self._token, node)
-        if self._role == "judge":
+        if self._role == "reward":
             _play_apart(link, ahead)
         else:
             play(link, RayDataPlane(self._supervisor), ahead)
