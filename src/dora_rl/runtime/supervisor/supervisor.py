@@ -364,8 +364,8 @@ class Supervisor:
             left = [one for one in left if not parts.evaluation.owns(one)]
         if not left:
             raise RunError(
-                f"no {process.role} worker is left: {process.place} failed {process.failures} times in a row, last with: "
-                f"{process.last_words}; see {process.place}.log in the run's logs, then resume the run"
+                f"no {process.role} worker is left: {process.place} failed {process.failures} times in a row, last "
+                f"with: {process.last_words}; see {process.place}.log in the run's logs, then resume the run"
             )
         if process.role != "trainer":
             parts.notice(f"the run goes on with {len(left)} {process.role}{'s' if len(left) > 1 else ''}")
