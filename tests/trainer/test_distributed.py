@@ -22,7 +22,7 @@ from tests.trainer.two_processes import MODELS, main, make
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where one process, and then two, have done the same."""
-    path = tmp_path_factory.mktemp("worlds")
+    path = tmp_path_factory.mktemp("rank_groups")
     main(path)
     (path / "store").rename(path / "store-of-1")
     with socket.socket() as probe:
@@ -75,8 +75,8 @@ def test_what_lies_elsewhere_is_exchanged_where_the_processes_can(monkeypatch: p
     monkeypatch.setattr("torch.distributed.get_backend", lambda: "nccl")
     monkeypatch.setattr("torch.distributed.all_reduce", lambda values, _: exchanged.append(values.device))
     values: Any = Values("cpu")
-    world = RankGroup(0, 2)
-    back: list[Any] = [world.sum(values), world.max(values)]
+    rank_group = RankGroup(0, 2)
+    back: list[Any] = [rank_group.sum(values), rank_group.max(values)]
     assert [one.device for one in back] == ["cpu", "cpu"]
     assert exchanged == ["cuda", "cuda"]
 

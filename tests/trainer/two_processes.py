@@ -40,22 +40,22 @@ SETTINGS["checkpointing"] = SETTINGS["checkpointing"] | {
 }
 
 
-def make(name: str, world: RankGroup) -> Trainer:
+def make(name: str, rank_group: RankGroup) -> Trainer:
     torch.manual_seed(3)
     model = MODELS[name]()
     torch.manual_seed(4)  # adapters start alike everywhere
-    return Trainer(model, TrainerConfig.model_validate(SETTINGS[name]), world=world)
+    return Trainer(model, TrainerConfig.model_validate(SETTINGS[name]), rank_group=rank_group)
 
 
-def run(name: str, world: RankGroup) -> dict[str, Any]:
+def run(name: str, rank_group: RankGroup) -> dict[str, Any]:
     """Gradients of the first step, weights after two, and the metrics of the second."""
-    made = make(name, world)
+    made = make(name, rank_group)
     # An odd number of micro-batches: one process has to take part without work of its own.
     batch = groups(count=3, model=MODELS[name](), seed=1)
     made.accumulate(0, batch)
     gradients = {}
     if made._open is not None and made.config.streams:
-        scale = world.size / made._open.denominator
+        scale = rank_group.size / made._open.denominator
         gradients = {
             key: whole(parameter.grad) * scale
             for key, parameter in zip(made.optimiser.names, made.optimiser.parameters, strict=True)
@@ -70,15 +70,15 @@ def run(name: str, world: RankGroup) -> dict[str, Any]:
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    world = join("cpu", timeout_s=60)
-    results = {name: run(name, world) for name in MODELS}
+    rank_group = join("cpu", timeout_s=60)
+    results = {name: run(name, rank_group) for name in MODELS}
 
-    made = make("untied", world)
+    made = make("untied", rank_group)
     store = WeightStore(folder / "store", keep=2)
     made.accumulate(0, groups(count=3, seed=1))
     made.apply(0)
     fingerprint = made.publish(1, store)
-    checkpoint.save(folder / f"saved-by-{world.size}", made, last_step={"saved by": world.size})
+    checkpoint.save(folder / f"saved-by-{rank_group.size}", made, last_step={"saved by": rank_group.size})
 
     bad = groups(count=3, seed=2, version=1)
     worst = bad[2].trajectories[3]
@@ -90,15 +90,15 @@ def main(folder: Path) -> None:
         results["culprits"] = {"trajectories": error.trajectories}
 
     other = folder / "saved-by-1"
-    if world.size > 1 and (path := checkpoint.latest(other)) is not None:
-        again = make("untied", world)
+    if rank_group.size > 1 and (path := checkpoint.latest(other)) is not None:
+        again = make("untied", rank_group)
         checkpoint.restore(path, again)
         again.accumulate(1, groups(count=3, seed=2, version=1))
         again.apply(1)
         results["resumed"] = {"weights": {k: whole(t).clone() for k, t in again.model.state_dict().items()}}
     results["published"] = {"fingerprint": fingerprint}
-    torch.save(results, folder / f"results-{world.size}-{world.rank}.pt")
-    if world.size > 1:
+    torch.save(results, folder / f"results-{rank_group.size}-{rank_group.rank}.pt")
+    if rank_group.size > 1:
         dist.destroy_process_group()
 
 

@@ -60,19 +60,19 @@ def save(
     number = 1 + max((number for version, number in _used(folder) if version == trainer.version), default=-1)
     final = folder / f"version-{trainer.version:08d}.{number}"
     staged = folder / f"{_LITTER}{final.name}"
-    writes = trainer.world.rank == 0
+    writes = trainer.rank_group.rank == 0
     if writes:
         _sweep(folder)
         staged.mkdir()
-    trainer.world.barrier()
+    trainer.rank_group.barrier()
     save_policy(staged / "policy", trainer, tokenizer)
     if writes and trainer.adapted is not None:
         adapter_state = adapter.trained_state(trainer.model, trainer.adapted)
         trainer.adapted.save_pretrained(staged / "adapter", state_dict=adapter_state)
     state = _state(trainer)
     (staged / "state").mkdir(exist_ok=True)
-    shards.save(staged / "state", state, trainer.world.rank, own=_own(trainer))
-    trainer.world.barrier()
+    shards.save(staged / "state", state, trainer.rank_group.rank, own=_own(trainer))
+    trainer.rank_group.barrier()
     if writes:
         record = {
             "version": trainer.version,
@@ -87,7 +87,7 @@ def save(
         sync(folder)
         for _, _, old in _all(folder)[:-keep]:
             _delete(old)
-    trainer.world.barrier()
+    trainer.rank_group.barrier()
     return final
 
 
@@ -120,7 +120,7 @@ def restore(path: Path, trainer: Trainer) -> Restored:
     trainer.optimiser.allocate({name.split(".", 2)[2] for name in stored if name.startswith("moment.")})
     own = _own(trainer)
     wanted = {name: value for name, value in _state(trainer).items() if name in stored or name == own}
-    missing = shards.load(path / "state", wanted, trainer.world.rank, trainer.world.size)
+    missing = shards.load(path / "state", wanted, trainer.rank_group.rank, trainer.rank_group.size)
     if missing - {own}:
         raise CheckpointError(f"'{path}' is damaged: '{min(missing - {own})}' is not in it")
     trainer.optimiser.take_moments({name: value for name, value in wanted.items() if name.startswith("moment.")})
@@ -144,13 +144,13 @@ def _state(trainer: Trainer) -> dict[str, Tensor]:
 
 def _own(trainer: Trainer) -> str:
     """The random state, which each process has for itself."""
-    return f"random.{trainer.world.rank}"
+    return f"random.{trainer.rank_group.rank}"
 
 
 def save_policy(path: Path, trainer: Trainer, tokenizer: Any) -> None:
     """The folder for users. Gathering takes all processes; one keeps the result and writes."""
     merged = adapter.merged_state(trainer.model, trainer.adapted)
-    if trainer.world.rank != 0:
+    if trainer.rank_group.rank != 0:
         deque(merged, maxlen=0)
         return
     trainer.model.save_pretrained(path, state_dict=dict(merged))

@@ -144,11 +144,11 @@ def choose_form(model: Any) -> Form:
     raise exactness.refusal(model, "training", HOW, last)
 
 
-def sharded_policy(model: Any, form: Form, config: TrainerConfig, world: RankGroup) -> Policy:
+def sharded_policy(model: Any, form: Form, config: TrainerConfig, rank_group: RankGroup) -> Policy:
     """A policy in this form, sharded over the processes."""
-    policy = Policy(model, config.temperature, form, one_bucket=world.mesh is not None)
-    if world.mesh is not None:
-        shard(policy, _decoder_layers(model), world, config.precision)
+    policy = Policy(model, config.temperature, form, one_bucket=rank_group.mesh is not None)
+    if rank_group.mesh is not None:
+        shard(policy, _decoder_layers(model), rank_group, config.precision)
     return policy
 
 

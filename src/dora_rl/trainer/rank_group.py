@@ -76,7 +76,7 @@ class RankGroup(NamedTuple):
 
 
 def join(device: str, timeout_s: float = 600.0) -> RankGroup:
-    """The world that `torchrun` described in the environment; alone without it."""
+    """Join the rank group that `torchrun` describes in the environment; without it, this process trains alone."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         return RankGroup()
@@ -88,7 +88,7 @@ def join(device: str, timeout_s: float = 600.0) -> RankGroup:
 
 
 def meet(device: str, store: Any, rank: int, size: int, timeout_s: float = 600.0) -> RankGroup:
-    """The world of the processes that share a store."""
+    """Join the rank group of the processes that share a store."""
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
     if device == "cuda":
@@ -96,13 +96,13 @@ def meet(device: str, store: Any, rank: int, size: int, timeout_s: float = 600.0
     return RankGroup(rank, size, init_device_mesh(device, (size,)))
 
 
-def shard(policy: nn.Module, layers: Sequence[nn.Module], world: RankGroup, precision: str) -> None:
+def shard(policy: nn.Module, layers: Sequence[nn.Module], rank_group: RankGroup, precision: str) -> None:
     """Shard a policy over the processes, layer by layer."""
-    if world.mesh is None:
+    if rank_group.mesh is None:
         return
     mixed = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if precision == "bfloat16" else None, reduce_dtype=torch.float32
     )
     for layer in layers:
-        fully_shard(layer, mesh=world.mesh, mp_policy=mixed)
-    fully_shard(policy, mesh=world.mesh, mp_policy=mixed)
+        fully_shard(layer, mesh=rank_group.mesh, mp_policy=mixed)
+    fully_shard(policy, mesh=rank_group.mesh, mp_policy=mixed)

@@ -82,11 +82,11 @@ def _check(model: Any) -> None:
 class Reference:
     """The policy that training started from, for KL: the base without its adapter, or a frozen copy."""
 
-    def __init__(self, model: Any, config: TrainerConfig, world: RankGroup, form: Form) -> None:
+    def __init__(self, model: Any, config: TrainerConfig, rank_group: RankGroup, form: Form) -> None:
         self._copy: Policy | None = None
         if config.lora is None:
             frozen = copy.deepcopy(model).requires_grad_(False)
-            self._copy = sharded_policy(frozen, form, config, world)
+            self._copy = sharded_policy(frozen, form, config, rank_group)
 
     @torch.no_grad()
     def logprobs(self, policy: Policy, adapted: Any | None, batch: MicroBatch) -> Tensor:

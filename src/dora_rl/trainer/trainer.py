@@ -60,14 +60,14 @@ class Trainer:
         config: TrainerConfig,
         *,
         version: Version = 0,
-        world: RankGroup | None = None,
+        rank_group: RankGroup | None = None,
         truncation: float = 0.0,
         seed: int = 0,
     ) -> None:
         self.config = config
         self._truncation = truncation
         """How far sampling may have raised the log-prob of a token, see `gaps.explained_by_sampling`."""
-        self.world = world or RankGroup()
+        self.rank_group = rank_group or RankGroup()
         self.version = version
         # Evaluation mode: dropout would give the trained tokens other log-probs than rollout sampled them with.
         model.eval()
@@ -75,10 +75,10 @@ class Trainer:
         form = choose_form(model)
         self.reference = None
         if config.algorithm.kl_coefficient:
-            self.reference = adapter.Reference(model, config, self.world, form)
+            self.reference = adapter.Reference(model, config, self.rank_group, form)
         if config.gradient_checkpointing:
             checkpoint_activations(model)
-        self.policy = sharded_policy(model, form, config, self.world)
+        self.policy = sharded_policy(model, form, config, self.rank_group)
         self.routers = Routers(model, config.moe, packed=form.packed)
         self.optimiser = Optimiser(self.policy, config.optimiser)
         self._open: OpenStep | None = None
@@ -129,7 +129,7 @@ class Trainer:
         probe = self.probe()
         specs, tensors = adapter.published(self.model, self.adapted)
         return sink.publish(
-            version, specs, tensors, adapter=self.adapted is not None, write=self.world.rank == 0, probe=probe
+            version, specs, tensors, adapter=self.adapted is not None, write=self.rank_group.rank == 0, probe=probe
         )
 
     def probe(self) -> Probe:
@@ -176,7 +176,7 @@ class Trainer:
         planned = plan([group for group in groups if self._pulls(opened, group)], self.config.micro_batch_tokens)
         bad: list[TrajectoryId] = []
         totals: dict[str, Tensor] = {}
-        for mine in self.world.share(planned):
+        for mine in self.rank_group.share(planned):
             # A process without work of its own still takes part in the collectives, with a gradient of zero.
             batch = pack(mine or planned[0][:1]).to(self.policy.device)
             loss = self._loss(opened, batch, anchors, weight=0.0 if mine is None else 1.0)
@@ -188,7 +188,7 @@ class Trainer:
             self._note(opened, totals, batch, loss)
         for key, value in totals.items():
             opened.sums[key] = opened.sums.get(key, 0.0) + float(value)
-        culprits = self.world.union(bad)
+        culprits = self.rank_group.union(bad)
         if culprits:
             raise NonFiniteError("the loss", opened.step, culprits)
 
@@ -250,7 +250,7 @@ class Trainer:
         if not opened.denominator:
             return []
         # FSDP averages over processes where the sum is wanted.
-        scale = self.world.size / opened.denominator
+        scale = self.rank_group.size / opened.denominator
         norm = self.optimiser.gradient_norm(scale)
         if not torch.isfinite(torch.tensor(norm)):
             raise NonFiniteError("the gradient", opened.step, self._culprits(opened))
@@ -271,7 +271,7 @@ class Trainer:
                 gradients = [p.grad for p in self.optimiser.parameters if p.grad is not None]
                 if not all_finite(gradients):
                     bad.append(trajectory.id)
-        return self.world.union(bad)
+        return self.rank_group.union(bad)
 
     def _anchors(self, groups: Sequence[Group]) -> dict[TrajectoryId, Tensor]:
         """Log-probs of all trained tokens before the first update of the step, by trajectory."""
@@ -288,19 +288,19 @@ class Trainer:
         return anchors
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
-        if self.config.precision == "bfloat16" and self.world.mesh is None:
+        if self.config.precision == "bfloat16" and self.rank_group.mesh is None:
             return torch.autocast(self.policy.device.type, torch.bfloat16)
         return contextlib.nullcontext()
 
     def _metrics(self, opened: OpenStep, norms: list[float], rate: float) -> dict[str, float]:
         # Names, not what happened to be measured here, so that all processes reduce the same.
-        keys = [key for key in metrics.SUMS if self.world.size > 1 or key in opened.sums]
+        keys = [key for key in metrics.SUMS if self.rank_group.size > 1 or key in opened.sums]
         counts = [float(opened.packed_tokens), float(opened.trained_tokens), float(opened.attended)]
         values = torch.tensor([opened.sums.get(key, 0.0) for key in keys] + counts, dtype=torch.float64)
-        *sums, packed_tokens, trained_tokens, attended = self.world.sum(values).tolist()
-        max_ratio = float(self.world.max(torch.tensor(opened.max_ratio)))
-        apart = self.world.sum(gaps.histogram(torch.empty(0)) if opened.gaps is None else opened.gaps.cpu())
-        expert_load = [self.world.sum(load) for load in opened.expert_load]
+        *sums, packed_tokens, trained_tokens, attended = self.rank_group.sum(values).tolist()
+        max_ratio = float(self.rank_group.max(torch.tensor(opened.max_ratio)))
+        apart = self.rank_group.sum(gaps.histogram(torch.empty(0)) if opened.gaps is None else opened.gaps.cpu())
+        expert_load = [self.rank_group.sum(load) for load in opened.expert_load]
         seconds = max(opened.seconds, 1e-9)
         flops = metrics.training_flops(self.model, int(packed_tokens), int(attended))
         advantages = torch.tensor(list(opened.advantages.values()), dtype=torch.float64)
@@ -319,5 +319,5 @@ class Trainer:
             "learning_rate": rate,
             "tokens_per_second": trained_tokens / seconds,
             "timing_s/train": seconds,
-            "mfu": flops / seconds / (metrics.peak_flops(self.policy.device.type) * self.world.size),
+            "mfu": flops / seconds / (metrics.peak_flops(self.policy.device.type) * self.rank_group.size),
         }

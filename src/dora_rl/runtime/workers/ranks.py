@@ -31,7 +31,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 def gather(start: m.StartWorker, channel: Channel[m.ToWorker], device: str, address: str) -> RankGroup:
-    """The world of this process; alone if the trainer has one rank."""
+    """Join the rank group of the trainer; a single rank trains alone."""
     if start.ranks == 1:
         return RankGroup()
     if address == _LOOPBACK:
@@ -53,21 +53,21 @@ def gather(start: m.StartWorker, channel: Channel[m.ToWorker], device: str, addr
 class MessageBroadcast:
     """What a rank hears."""
 
-    def __init__(self, world: RankGroup) -> None:
-        self._world = world
+    def __init__(self, rank_group: RankGroup) -> None:
+        self._rank_group = rank_group
         self._decoder = msgspec.msgpack.Decoder(list[m.ToWorker])
         self._group: Any = None
-        if world.size > 1:
+        if rank_group.size > 1:
             self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
 
     @property
     def alone(self) -> bool:
         """The supervisor speaks to this rank."""
-        return self._world.rank == 0
+        return self._rank_group.rank == 0
 
     def share(self, messages: list[m.ToWorker]) -> list[m.ToWorker]:
         """The messages of rank 0, on every rank."""
-        if self._world.size == 1:
+        if self._rank_group.size == 1:
             return messages
         body = msgspec.msgpack.encode(messages) if self.alone else b""
         size = torch.tensor([len(body)])

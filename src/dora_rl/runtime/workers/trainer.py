@@ -46,19 +46,19 @@ class TrainerWorker:
         config = parse(start.config)
         self._config = config
         self._channel = channel
-        world = gather(start, channel, config.model.device, address)
-        self._ears = MessageBroadcast(world)
-        self._mouth: Channel[m.ToWorker] | NullChannel = channel if world.rank == 0 else NullChannel()
+        rank_group = gather(start, channel, config.model.device, address)
+        self._ears = MessageBroadcast(rank_group)
+        self._mouth: Channel[m.ToWorker] | NullChannel = channel if rank_group.rank == 0 else NullChannel()
         torch.manual_seed(config.seed)
         loaded = load(config.model)
         self._tokenizer = loaded.tokenizer
         settings = config.trainer.model_copy(update={"temperature": config.sampling.temperature})
         sampling = config.sampling
         truncation = explained_by_sampling(sampling.top_p, sampling.top_k, sampling.min_p)
-        self._trainer = Trainer(loaded.model, settings, world=world, truncation=truncation, seed=config.seed)
+        self._trainer = Trainer(loaded.model, settings, rank_group=rank_group, truncation=truncation, seed=config.seed)
         self._trainer.routers.check_replay()
         self._store = self._folder.store(config)
-        if world.rank == 0:
+        if rank_group.rank == 0:
             self._sole = _wait_to_be_sole(self._folder)
             self._store.sweep()
         self._due = False
@@ -142,11 +142,11 @@ class TrainerWorker:
             self._store.retire(version)
             differs = True
         # One rank writes, and all gather.
-        return self._trainer.publish(version, self._store) if self._trainer.world.any(differs) else found
+        return self._trainer.publish(version, self._store) if self._trainer.rank_group.any(differs) else found
 
     def _probe_digest(self, version: Version) -> str:
         """Of what stands in the store: that is what slots are compared with."""
-        if self._trainer.world.rank:
+        if self._trainer.rank_group.rank:
             return ""  # this rank says nothing
         probe = self._store.manifest(version).probe
         return "" if probe is None else probe.digest
@@ -176,10 +176,10 @@ class TrainerWorker:
                     self._stepped = msgspec.convert(restored.last_step, m.StepMetrics)
                 return
             except CheckpointError as error:
-                self._trainer.world.barrier()  # all ranks have read it, and found the same
-                if self._trainer.world.rank == 0:
+                self._trainer.rank_group.barrier()  # all ranks have read it, and found the same
+                if self._trainer.rank_group.rank == 0:
                     _set_aside(path)
-                self._trainer.world.barrier()
+                self._trainer.rank_group.barrier()
                 print(f"{error}; going back to the checkpoint before it", file=sys.stderr)  # noqa: T201
         if self._folder.checkpoints.is_dir() and any(self._folder.checkpoints.glob(f"{checkpoint.DAMAGED}*")):
             raise CheckpointError(f"no checkpoint in {self._folder.checkpoints} can be read any more")
