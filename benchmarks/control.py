@@ -48,7 +48,7 @@ def event_microseconds(instances: int, *, requests: int = 16, staleness: int = 3
         commands = orchestrator.step(*arrived)
         if number >= warm:
             spent += time.perf_counter() - before
-        world.carry_out(commands)
+        world.execute(commands)
     return spent / events * 1e6
 
 

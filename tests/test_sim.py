@@ -51,7 +51,7 @@ def test_the_promises_hold_in_simulation(text: str, turns: int) -> None:
         commands = orchestrator.step(event, now)
         witness.observe(event, commands)
         witness.check_conserving(orchestrator.snapshot())
-        world.carry_out(commands)
+        world.execute(commands)
     assert len(witness.batches) >= 6
 
 
@@ -65,7 +65,7 @@ def test_staleness_zero_trains_the_batches_of_sync() -> None:
         while (arrived := world.next_event(orchestrator.wake_at())) is not None:
             commands = orchestrator.step(*arrived)
             witness.observe(arrived[0], commands)
-            world.carry_out(commands)
+            world.execute(commands)
         batches.append(witness.batches)
     assert batches[0] == batches[1]
 

@@ -139,7 +139,7 @@ def test_what_can_not_be_undone_waits_until_the_ledger_has_it() -> None:
     world._verdicts = SimpleNamespace(note=lambda *_: None)  # type: ignore[assignment]
     fetch, apply, retire = c.FetchPrompts(count=1), c.Apply(step=0, attempt=1, groups=(0,)), c.Retire(version=0)
     world._give(e.Tick(), 0)
-    world.carry_out([apply, retire, fetch])
+    world.execute([apply, retire, fetch])
     assert done == [fetch], "what can be undone does not wait"
     assert asked == ["sync"], "the trainer waits, so the ledger is written at once"
     world._release()

@@ -251,7 +251,7 @@ class SupervisorPart:
             event, now = world.next_event(None)
             commands = self.run.orchestrator.step(event, now)
             self.commands += commands
-            world.carry_out(commands)
+            world.execute(commands)
 
     def begin(self, **spec: Any) -> None:
         """The trainer is there with version 0, and all instances with that loaded."""

@@ -38,7 +38,7 @@ class Runtime(Protocol):
         """Wait for the next event, at most until `wake_at` (then it is a `Tick`); None ends the run."""
         ...
 
-    def carry_out(self, commands: Iterable[Command]) -> None:
+    def execute(self, commands: Iterable[Command]) -> None:
         """Begin what the commands ask for; results come back as events."""
         ...
 
@@ -47,7 +47,7 @@ def drive(decider: StateMachine, world: Runtime) -> None:
     """Feed events to the orchestrator and its commands to the world, until the world ends."""
     while (arrived := world.next_event(decider.wake_at())) is not None:
         event, now = arrived
-        world.carry_out(decider.step(event, now))
+        world.execute(decider.step(event, now))
 
 
 class TensorSpec(NamedTuple):

@@ -118,7 +118,7 @@ class SimRuntime:
         self.events += 1
         return self._events.popleft(), self.now
 
-    def carry_out(self, commands: Iterable[c.Command]) -> None:
+    def execute(self, commands: Iterable[c.Command]) -> None:
         for command in commands:
             handler = self._handlers.get(type(command))
             if handler is not None:

@@ -120,7 +120,7 @@ class Supervisor:
             until = _LOOK if wake_at is None else min(_LOOK, (wake_at - now) / SECOND)
             self._pump(until)
 
-    def carry_out(self, commands: Iterable[c.Command]) -> None:
+    def execute(self, commands: Iterable[c.Command]) -> None:
         """Begin what the commands ask for, after writing them down."""
         assert self._current is not None
         event, at = self._current
