@@ -37,5 +37,5 @@ def loaded(folder: Path, source: str, **settings: Any) -> Dataset:
     return load(build(DataConfig, {"source": source, **settings}), folder)
 
 
-def judge(folder: Path, *functions: str, **settings: Any) -> RewardScorer:
+def scorer(folder: Path, *functions: str, **settings: Any) -> RewardScorer:
     return RewardScorer(build(RewardConfig, {"functions": list(functions), **settings}), folder)

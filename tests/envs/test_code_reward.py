@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from dora_rl.envs.code_reward import last_block
-from dora_rl.envs.sandbox import GUARANTEES, Sandbox
-from tests.envs.making import a_problem, judge
+from dora_rl.envs.sandbox.sandbox import GUARANTEES, Sandbox
+from tests.envs.making import a_problem, scorer
 
 pytestmark = pytest.mark.skipif(Sandbox.guarantees() != GUARANTEES, reason="this system can't confine code")
 
@@ -18,7 +18,7 @@ ASSERTS = ["assert add(1, 2) == 3", "assert add(2, 2) == 4"]
 
 
 def reward(tests: Any, block: str, **settings: Any) -> float | None:
-    made = judge(Path(), "code", **settings)
+    made = scorer(Path(), "code", **settings)
     return made.score(a_problem(tests=tests), f"Like this:\n```python\n{block}\n```\nDone.").reward
 
 
@@ -33,7 +33,7 @@ def reward(tests: Any, block: str, **settings: Any) -> float | None:
         ("def f(:", 0.0),
     ],
 )
-def test_programs_are_judged_by_their_output(block: str, share: float) -> None:
+def test_programs_are_scored_by_their_output(block: str, share: float) -> None:
     assert reward(PAIRS, block) == share
 
 
@@ -48,7 +48,7 @@ def test_programs_are_judged_by_their_output(block: str, share: float) -> None:
         ("print('x', end='')\ndef add(a, b): return a + b", 1.0),
     ],
 )
-def test_functions_are_judged_by_asserts(block: str, share: float) -> None:
+def test_functions_are_scored_by_asserts(block: str, share: float) -> None:
     assert reward(ASSERTS, block) == share
     assert reward("\n".join(ASSERTS), block) == (1.0 if share == 1.0 else 0.0)
 
@@ -63,8 +63,8 @@ def test_other_columns_of_tests_are_read_too() -> None:
 
 
 @pytest.mark.parametrize("tests", [None, [], "", [{"input": "1"}], [3], {"inputs": ["1"], "outputs": []}])
-def test_a_row_without_tests_is_a_verdict(tests: Any) -> None:
-    failed = judge(Path(), "code").score(a_problem(tests=tests), "```\n1\n```").failed
+def test_a_row_without_tests_is_a_failure(tests: Any) -> None:
+    failed = scorer(Path(), "code").score(a_problem(tests=tests), "```\n1\n```").failed
     assert failed is not None
     assert failed.startswith("code: ValueError")
 
@@ -73,4 +73,4 @@ def test_the_last_block_of_python_counts() -> None:
     assert last_block("```python\na\n```\n```py\nb\n```\n```json\n{}\n```") == "b\n"
     assert last_block("```\na\n```") == "a\n"
     assert last_block("no block") is None
-    assert judge(Path(), "code").score(a_problem(tests=ASSERTS), "no block").reward == 0.0
+    assert scorer(Path(), "code").score(a_problem(tests=ASSERTS), "no block").reward == 0.0

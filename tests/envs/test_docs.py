@@ -15,8 +15,8 @@ from dora_rl.envs.config import DataConfig, EnvironmentConfig, RewardConfig
 from dora_rl.envs.data import load
 from dora_rl.envs.environment import Environments
 from dora_rl.envs.rewards import RewardScorer
-from dora_rl.envs.sandbox import GUARANTEES, Sandbox, SandboxLimits
-from tests.envs.making import CHAT, a_problem, judge, loaded, write_code
+from dora_rl.envs.sandbox.sandbox import GUARANTEES, Sandbox, SandboxLimits
+from tests.envs.making import CHAT, a_problem, loaded, scorer, write_code
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -48,7 +48,7 @@ def test_the_rows_on_the_page_are_problems(tmp_path: Path) -> None:
     assert [problem.answer for problem in dataset.held_out] == ["-2"]
 
 
-def test_the_rewards_on_the_page_are_judged() -> None:
+def test_the_rewards_on_the_page_are_scored() -> None:
     made = RewardScorer(task().reward, EXAMPLES)
     parts = made.score(a_problem(), "<think>6 x 7</think> 42").components
     assert parts["number"] == parts["format:^<think>.*</think>"] == 1.0
@@ -56,17 +56,17 @@ def test_the_rewards_on_the_page_are_judged() -> None:
 
 
 @pytest.mark.parametrize("name", ["trl_style", "compute_score", "plain"])
-def test_the_shapes_on_the_page_work(name: str, tmp_path: Path) -> None:
+def test_the_signatures_on_the_page_work(name: str, tmp_path: Path) -> None:
     write_code(tmp_path, blocks("python")[0])
-    made = judge(tmp_path, f"task.py:{name}")
+    made = scorer(tmp_path, f"task.py:{name}")
     assert [made.score(a_problem(), text).reward for text in ("42", "41")] == [1.0, 0.0]
 
 
 @confined
-def test_the_rows_with_tests_on_the_page_are_judged(tmp_path: Path) -> None:
+def test_the_rows_with_tests_on_the_page_are_scored(tmp_path: Path) -> None:
     (tmp_path / "code.jsonl").write_text(blocks("jsonl")[1])
     program, function = loaded(tmp_path, "code.jsonl").train
-    made = judge(tmp_path, "code")
+    made = scorer(tmp_path, "code")
     assert made.score(program, "```python\nprint(sum(map(int, input().split())))\n```").reward == 1.0
     assert made.score(function, "```python\ndef add(a, b): return 3\n```").reward == 0.5
 
@@ -74,7 +74,7 @@ def test_the_rows_with_tests_on_the_page_are_judged(tmp_path: Path) -> None:
 def test_the_environment_on_the_page_is_played() -> None:
     game = Environments(task().environment, EXAMPLES).begin(a_problem(secret=6))
     assert [game.step(text).observation for text in ("4", "6")] == ["Higher.", None]
-    assert game.verdict().reward == 1.0
+    assert game.result().reward == 1.0
 
 
 @confined
@@ -94,13 +94,13 @@ def test_every_guarantee_and_builtin_is_on_the_page() -> None:
 
 
 def test_the_example_rewards() -> None:
-    brief = judge(EXAMPLES, "rewards/brevity.py:short_and_right")
+    brief = scorer(EXAMPLES, "rewards/brevity.py:short_and_right")
     texts = ["42", "It is 42, of course, as everybody knows.", "41"]
     rewards = [brief.score(a_problem(prompt=CHAT), text).reward for text in texts]
     assert rewards == sorted((reward for reward in rewards if reward is not None), reverse=True)
     assert rewards[2] == 0.0
-    digits = judge(EXAMPLES, "rewards/digits.py:compute_score", "rewards/digits.py:ends_with_answer")
-    verdict = digits.score(a_problem(), "It is 43")
-    assert verdict.components == {"compute_score": 0.5, "compute_score/exact": 0.0, "ends_with_answer": 0.0}
+    digits = scorer(EXAMPLES, "rewards/digits.py:compute_score", "rewards/digits.py:ends_with_answer")
+    result = digits.score(a_problem(), "It is 43")
+    assert result.components == {"compute_score": 0.5, "compute_score/exact": 0.0, "ends_with_answer": 0.0}
     assert digits.score(a_problem(), "It is 42.").components["ends_with_answer"] == 1.0
-    assert msgspec.json.encode(verdict)
+    assert msgspec.json.encode(result)

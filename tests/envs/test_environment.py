@@ -1,4 +1,4 @@
-"""An environment answers until it is done; whatever it does, its session ends with one verdict."""
+"""An environment answers until it is done; whatever it does, its session ends with one result."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from dora_rl.envs.config import EnvironmentConfig
 from dora_rl.envs.data import ChatMessage
 from dora_rl.envs.environment import Environments, Session, Turn, as_turn
 from dora_rl.envs.rewards import RewardResult, RewardScorer
-from tests.envs.making import a_problem, judge, write_code
+from tests.envs.making import a_problem, scorer, write_code
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def session(
-    folder: Path, kind: str, problem: Any = None, judged: RewardScorer | None = None, **settings: Any
+    folder: Path, kind: str, problem: Any = None, scored_by: RewardScorer | None = None, **settings: Any
 ) -> Session:
     config = build(EnvironmentConfig, {"kind": kind, **settings})
-    return Environments(config, folder, judged).begin(problem or a_problem())
+    return Environments(config, folder, scored_by).begin(problem or a_problem())
 
 
 def written(folder: Path, body: str, **settings: Any) -> Session:
@@ -43,7 +43,7 @@ def test_the_example_can_be_won_by_halving(secret: int) -> None:
         middle = (low + high) // 2
         answer = game.step(f"Is it {middle}?").observation
         low, high = (middle + 1, high) if answer == "Higher." else (low, middle - 1)
-    assert game.verdict() == RewardResult(reward=1.0, components={"environment": 1.0})
+    assert game.result() == RewardResult(reward=1.0, components={"environment": 1.0})
 
 
 def test_turns_are_counted_and_the_last_has_no_observation() -> None:
@@ -53,7 +53,7 @@ def test_turns_are_counted_and_the_last_has_no_observation() -> None:
     assert game.done
     with pytest.raises(AssertionError, match="the session is over"):
         game.step("3")
-    assert game.verdict().reward == 0.0
+    assert game.result().reward == 0.0
 
 
 def test_each_trajectory_has_an_environment_of_its_own() -> None:
@@ -67,17 +67,17 @@ def test_each_trajectory_has_an_environment_of_its_own() -> None:
 
 def test_step_rewards_and_reward_functions_are_added(tmp_path: Path) -> None:
     body = "def step(self, text): return 'more', 0.25, text == '42'"
-    judged = judge(tmp_path, "exact", weights=[2.0])
-    game = written(tmp_path, body, judged=judged)
+    functions = scorer(tmp_path, "exact", weights=[2.0])
+    game = written(tmp_path, body, scored_by=functions)
     assert [game.step(text).reward for text in ("41", "42")] == [0.25, 0.25]
-    assert game.verdict() == RewardResult(reward=2.5, components={"exact": 1.0, "environment": 0.5})
+    assert game.result() == RewardResult(reward=2.5, components={"exact": 1.0, "environment": 0.5})
 
 
 def test_a_reward_function_that_fails_fails_the_trajectory(tmp_path: Path) -> None:
-    game = written(tmp_path, "def step(self, text): return None, 1.0, True", judged=judge(tmp_path, "number"))
+    game = written(tmp_path, "def step(self, text): return None, 1.0, True", scored_by=scorer(tmp_path, "number"))
     game._problem = a_problem(None)
     game.step("x")
-    assert game.verdict().failed == "number: ValueError: the row has no answer"
+    assert game.result().failed == "number: ValueError: the row has no answer"
 
 
 @pytest.mark.parametrize(
@@ -111,26 +111,26 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("line", HOSTILE)
-def test_whatever_a_step_does_is_a_verdict(line: str, tmp_path: Path) -> None:
+def test_whatever_a_step_does_is_a_failure(line: str, tmp_path: Path) -> None:
     game = written(tmp_path, f"def step(self, text): {line}")
     assert game.step("x") == Turn(done=True)
-    failed = game.verdict().failed
+    failed = game.result().failed
     assert failed is not None
     assert failed.startswith(HOSTILE[line])
 
 
 @pytest.mark.parametrize("body", ["def __init__(self): 1 / 0", "def reset(self, problem): 1 / 0"])
-def test_an_environment_that_cannot_begin_is_a_verdict(body: str, tmp_path: Path) -> None:
+def test_an_environment_that_cannot_begin_is_a_failure(body: str, tmp_path: Path) -> None:
     game = written(tmp_path, f"def step(self, text): pass\n    {body}")
     assert game.done
-    assert game.verdict().failed == "environment, reset: ZeroDivisionError: division by zero"
+    assert game.result().failed == "environment, reset: ZeroDivisionError: division by zero"
 
 
 def test_environments_are_closed_once_and_a_failure_in_that_counts(tmp_path: Path) -> None:
     body = "def step(self, text): return None, 1.0, True\n    def close(self): raise OSError('stuck')"
     game = written(tmp_path, body)
     game.step("x")
-    assert game.verdict().failed == "environment, close: OSError: stuck"
+    assert game.result().failed == "environment, close: OSError: stuck"
 
 
 def test_async_environments_are_awaited(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ class E:
         ChatMessage(role="user", content="What is 6 x 7?"),
     )
     game.step("x")
-    assert game.verdict().reward == 1.0
+    assert game.result().reward == 1.0
 
 
 def test_what_one_environment_does_to_its_problem_no_other_sees(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ anything = (
 
 
 @given(value=anything | st.tuples(anything, anything, anything) | st.lists(anything, max_size=6).map(tuple))
-def test_any_returned_value_ends_in_one_verdict(value: Any) -> None:
+def test_any_returned_value_ends_in_one_result(value: Any) -> None:
     class E:
         def reset(self, problem: Any) -> Any:
             return value
@@ -195,10 +195,10 @@ def test_any_returned_value_ends_in_one_verdict(value: Any) -> None:
             return value
 
     games = Environments.__new__(Environments)
-    games._make, games._config, games._judge = E, EnvironmentConfig(max_turns=2), None
+    games._make, games._config, games._scorer = E, EnvironmentConfig(max_turns=2), None
     games._loop = Loop()
     game = games.begin(a_problem())
     while not game.done:
         game.step("x")
-    verdict = game.verdict()
-    assert (verdict.reward is None) != (verdict.failed is None)
+    result = game.result()
+    assert (result.reward is None) != (result.failed is None)

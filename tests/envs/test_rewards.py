@@ -1,4 +1,4 @@
-"""Every shape of reward function is called as its library would, and nothing it does gets past the judge."""
+"""Each reward function is called as its library calls it, and nothing that it does gets past the scorer."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from dora_rl.core.errors import ConfigError, UserError
 from dora_rl.envs.async_bridge import SharedLoop
 from dora_rl.envs.config import RewardConfig
 from dora_rl.envs.data import Problem
-from dora_rl.envs.reward_signatures import Answer, shaped
+from dora_rl.envs.reward_signatures import Answer, signature_of
 from dora_rl.envs.rewards import RewardResult, RewardScorer
 from dora_rl.envs.user_code import named_object
-from tests.envs.making import CHAT, a_problem, judge, loaded, write_code
+from tests.envs.making import CHAT, a_problem, loaded, scorer, write_code
 
 SEEN = "seen = []\n"
 
@@ -36,9 +36,9 @@ def by_length(prompts, completions, completion_ids, answer, level, **kwargs):
     return [float(len(text)) for text in completions]
 """,
     )
-    made = judge(tmp_path, "task.py:by_length")
+    made = scorer(tmp_path, "task.py:by_length")
     answers = [Answer(a_problem(level=n, other=None), "x" * n, (n,)) for n in range(3)]
-    assert [verdict.reward for verdict in made.score_many(answers)] == [0.0, 1.0, 2.0]
+    assert [result.reward for result in made.score_many(answers)] == [0.0, 1.0, 2.0]
     seen = named_object("task.py:seen", tmp_path)
     assert seen == [(["What is 6 x 7?"] * 3, ["", "x", "xx"], [[0], [1], [2]], ["42"] * 3, [0, 1, 2], ["other"])]
 
@@ -47,7 +47,7 @@ def test_trl_functions_get_messages_where_the_prompt_is_a_chat(tmp_path: Path) -
     write_code(
         tmp_path, SEEN + "def f(prompts, completions):\n    seen.append((prompts, completions))\n    return [1.0]\n"
     )
-    made = judge(tmp_path, "task.py:f")
+    made = scorer(tmp_path, "task.py:f")
     assert made.score(a_problem(prompt=CHAT), "42").reward == 1.0
     assert named_object("task.py:seen", tmp_path) == [
         ([[{"role": "user", "content": "What is 6 x 7?"}]], [[{"role": "assistant", "content": "42"}]])
@@ -67,9 +67,9 @@ async def f(completions, **kwargs):
     return [float(len(loops))] * len(completions)
 """,
     )
-    made = judge(tmp_path, "task.py:f")
+    made = scorer(tmp_path, "task.py:f")
     for _ in range(2):
-        assert [verdict.reward for verdict in made.score_many([Answer(a_problem(), "")] * count)] == [1.0] * count
+        assert [result.reward for result in made.score_many([Answer(a_problem(), "")] * count)] == [1.0] * count
 
 
 def test_verl_functions_get_what_verl_gives_them(tmp_path: Path) -> None:
@@ -82,9 +82,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": 0.5, "acc": True, "note": "fine"}
 """,
     )
-    made = judge(tmp_path, "task.py:compute_score")
-    verdict = made.score(a_problem('{"n":1}', data_source="gsm8k", extra_info={"i": 1}), "42")
-    assert verdict == RewardResult(reward=0.5, components={"compute_score": 0.5, "compute_score/acc": 1.0})
+    made = scorer(tmp_path, "task.py:compute_score")
+    result = made.score(a_problem('{"n":1}', data_source="gsm8k", extra_info={"i": 1}), "42")
+    assert result == RewardResult(reward=0.5, components={"compute_score": 0.5, "compute_score/acc": 1.0})
     made.score(Problem(key="k", prompt="p", answer="4", columns={"answer": 4}), "4")
     assert named_object("task.py:seen", tmp_path) == [("gsm8k", "42", '{"n":1}', {"i": 1}), ("", "4", 4, None)]
 
@@ -103,24 +103,24 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 )
 def test_plain_functions_get_what_they_name(code: str, tmp_path: Path) -> None:
     write_code(tmp_path, code)
-    made = judge(tmp_path, "task.py:f")
+    made = scorer(tmp_path, "task.py:f")
     assert [made.score(a_problem(level=3), text).reward for text in ("42", "41")] == [1.0, 0.0]
 
 
 def test_rewards_are_summed_with_their_weights(tmp_path: Path) -> None:
-    made = judge(tmp_path, "exact", "format:^4", "format:2$", weights=[1.0, 0.5, -2.0])
+    made = scorer(tmp_path, "exact", "format:^4", "format:2$", weights=[1.0, 0.5, -2.0])
     assert made.score(a_problem(), "43") == RewardResult(
         reward=0.5, components={"exact": 0.0, "format:^4": 1.0, "format:2$": 0.0}
     )
     assert made.score(a_problem(), "42").reward == -0.5
-    assert judge(tmp_path).score(a_problem(), "42") == RewardResult(reward=0.0)
+    assert scorer(tmp_path).score(a_problem(), "42") == RewardResult(reward=0.0)
 
 
-def test_a_trl_function_may_pass_on_rows_that_others_judge(tmp_path: Path) -> None:
+def test_a_trl_function_may_pass_on_rows_that_others_score(tmp_path: Path) -> None:
     write_code(tmp_path, "def f(completions, **kwargs):\n    return [None for _ in completions]\n")
-    both = judge(tmp_path, "task.py:f", "exact")
+    both = scorer(tmp_path, "task.py:f", "exact")
     assert both.score(a_problem(), "42") == RewardResult(reward=1.0, components={"exact": 1.0})
-    assert judge(tmp_path, "task.py:f").score(a_problem(), "42").failed == "f returned None"
+    assert scorer(tmp_path, "task.py:f").score(a_problem(), "42").failed == "f returned None"
 
 
 def test_what_one_function_does_to_its_row_no_other_sees(tmp_path: Path) -> None:
@@ -138,9 +138,9 @@ def count(completion, info):
     return len(info)
 """,
     )
-    made = judge(tmp_path, "task.py:spoil", "task.py:spoil_problem", "task.py:count")
+    made = scorer(tmp_path, "task.py:spoil", "task.py:spoil_problem", "task.py:count")
     mine = a_problem(info={"a": 1})
-    assert [verdict.reward for verdict in made.score_many([Answer(mine, "")] * 2)] == [1.0, 1.0]
+    assert [result.reward for result in made.score_many([Answer(mine, "")] * 2)] == [1.0, 1.0]
 
 
 HOSTILE = {
@@ -170,37 +170,37 @@ class Liar:
 
 
 @pytest.mark.parametrize("line", HOSTILE)
-@pytest.mark.parametrize("shape", ["completion, answer", "data_source, solution_str, ground_truth"])
-def test_whatever_a_function_does_is_a_verdict(line: str, shape: str, tmp_path: Path) -> None:
-    write_code(tmp_path, f"{CLASSES}\ndef f({shape}):\n    {line}\n")
-    verdict = judge(tmp_path, "task.py:f").score(a_problem(), "x")
+@pytest.mark.parametrize("parameters", ["completion, answer", "data_source, solution_str, ground_truth"])
+def test_whatever_a_function_does_is_a_failure(line: str, parameters: str, tmp_path: Path) -> None:
+    write_code(tmp_path, f"{CLASSES}\ndef f({parameters}):\n    {line}\n")
+    result = scorer(tmp_path, "task.py:f").score(a_problem(), "x")
     said = HOSTILE[line].replace("f returned None", "f returned NoneType, not a number")
-    assert verdict.reward is None
-    assert verdict.failed is not None
-    assert verdict.failed.startswith(said)
-    assert "\n" not in verdict.failed
-    assert len(verdict.failed) < 250
+    assert result.reward is None
+    assert result.failed is not None
+    assert result.failed.startswith(said)
+    assert "\n" not in result.failed
+    assert len(result.failed) < 250
 
 
 @pytest.mark.parametrize("line", HOSTILE)
 def test_one_bad_answer_does_not_fail_its_neighbours(line: str, tmp_path: Path) -> None:
     code = f"{CLASSES}\ndef g(f):\n    {line}\ndef f(completions, **kwargs):\n"
     write_code(tmp_path, code + "    return [g(g) if text == 'bad' else 1.0 for text in completions]\n")
-    verdicts = judge(tmp_path, "task.py:f").score_many([Answer(a_problem(), text) for text in ("a", "bad", "c")])
-    assert [verdict.reward for verdict in verdicts] == [1.0, None, 1.0]
+    results = scorer(tmp_path, "task.py:f").score_many([Answer(a_problem(), text) for text in ("a", "bad", "c")])
+    assert [result.reward for result in results] == [1.0, None, 1.0]
 
 
 @pytest.mark.parametrize("returned", ["[]", "[1.0, 1.0]", "1.0", "None", "iter([])", "{}"])
-def test_a_wrong_count_is_a_verdict(returned: str, tmp_path: Path) -> None:
+def test_a_wrong_count_is_a_failure(returned: str, tmp_path: Path) -> None:
     write_code(tmp_path, f"def f(completions, **kwargs):\n    return {returned}\n")
     for count in (1, 3):
-        verdicts = judge(tmp_path, "task.py:f").score_many([Answer(a_problem(), "x")] * count)
-        assert all(verdict.failed is not None and "f" in verdict.failed for verdict in verdicts)
+        results = scorer(tmp_path, "task.py:f").score_many([Answer(a_problem(), "x")] * count)
+        assert all(result.failed is not None and "f" in result.failed for result in results)
 
 
-def test_a_column_that_is_not_there_is_a_verdict_that_names_it(tmp_path: Path) -> None:
+def test_a_column_that_is_not_there_is_a_failure_that_names_it(tmp_path: Path) -> None:
     write_code(tmp_path, "def f(completion, levle):\n    return 1.0\n")
-    failed = judge(tmp_path, "task.py:f").score(a_problem(level=1), "x").failed
+    failed = scorer(tmp_path, "task.py:f").score(a_problem(level=1), "x").failed
     assert failed is not None
     assert "'levle'" in failed
 
@@ -208,7 +208,7 @@ def test_a_column_that_is_not_there_is_a_verdict_that_names_it(tmp_path: Path) -
 def test_an_interrupt_is_the_users_and_passes(tmp_path: Path) -> None:
     write_code(tmp_path, "def f(completion):\n    raise KeyboardInterrupt\n")
     with pytest.raises(KeyboardInterrupt):
-        judge(tmp_path, "task.py:f").score(a_problem(), "x")
+        scorer(tmp_path, "task.py:f").score(a_problem(), "x")
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_an_interrupt_is_the_users_and_passes(tmp_path: Path) -> None:
 def test_a_function_that_cannot_be_used_is_refused_at_once(name: str, said: str, tmp_path: Path) -> None:
     write_code(tmp_path, "constant = 3\nclass Class: pass\ndef strange(a, b): return 1.0\n")
     with pytest.raises(ConfigError, match=said):
-        judge(tmp_path, name)
+        scorer(tmp_path, name)
 
 
 def test_weights_must_be_as_many_as_functions() -> None:
@@ -258,29 +258,29 @@ def test_weights_must_be_as_many_as_functions() -> None:
     ],
 )
 def test_builtins(name: str, answer: str | None, text: str, reward: float, tmp_path: Path) -> None:
-    assert judge(tmp_path, name).score(a_problem(answer), text) == RewardResult(
+    assert scorer(tmp_path, name).score(a_problem(answer), text) == RewardResult(
         reward=reward, components={name: reward}
     )
 
 
 @pytest.mark.parametrize("name", ["exact", "contains", "number", "math"])
-def test_a_row_without_answer_is_a_verdict(name: str, tmp_path: Path) -> None:
-    assert judge(tmp_path, name).score(a_problem(None), "42").failed == f"{name}: ValueError: the row has no answer"
+def test_a_row_without_answer_is_a_failure(name: str, tmp_path: Path) -> None:
+    assert scorer(tmp_path, name).score(a_problem(None), "42").failed == f"{name}: ValueError: the row has no answer"
 
 
-def test_mathematics_can_be_judged_off_the_main_thread(tmp_path: Path) -> None:
-    verdicts: list[RewardResult] = []
-    made = judge(tmp_path, "math")
-    thread = threading.Thread(target=lambda: verdicts.append(made.score(a_problem("2"), "$1+1$")))
+def test_mathematics_can_be_scored_off_the_main_thread(tmp_path: Path) -> None:
+    results: list[RewardResult] = []
+    made = scorer(tmp_path, "math")
+    thread = threading.Thread(target=lambda: results.append(made.score(a_problem("2"), "$1+1$")))
     thread.start()
     thread.join()
-    assert verdicts == [RewardResult(reward=1.0, components={"math": 1.0})]
+    assert results == [RewardResult(reward=1.0, components={"math": 1.0})]
 
 
 @pytest.mark.parametrize("name", ["chain_sum", "rearc", "knights_knaves", "countdown"])
 def test_reasoning_gym_scores_its_own_rows(name: str, tmp_path: Path) -> None:
     dataset = loaded(tmp_path, f"reasoning_gym:{name}", size=3, seed=5)
-    made = judge(tmp_path, "reasoning_gym")
+    made = scorer(tmp_path, "reasoning_gym")
     for row in dataset.train:
         crossed = msgspec.json.decode(msgspec.json.encode(row), type=Problem)
         assert crossed.answer is not None
@@ -293,7 +293,7 @@ def test_reasoning_gym_scores_its_own_rows(name: str, tmp_path: Path) -> None:
 
 def test_rows_exported_from_reasoning_gym_are_scored_too(tmp_path: Path) -> None:
     row = a_problem("3", question="1 + 2?", metadata={"source_dataset": "chain_sum"})
-    made = judge(tmp_path, "reasoning_gym")
+    made = scorer(tmp_path, "reasoning_gym")
     assert made.score(row, "3").reward == 1.0
     failed = made.score(a_problem("3"), "3").failed
     assert failed == "reasoning_gym: ValueError: the row does not come from reasoning-gym"
@@ -302,15 +302,15 @@ def test_rows_exported_from_reasoning_gym_are_scored_too(tmp_path: Path) -> None
 def test_a_missing_extra_names_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(UserError, match=r"pip install 'dora-rl\[tasks\]'"):
-        judge(tmp_path, "math")
+        scorer(tmp_path, "math")
 
 
 @given(text=st.text() | st.from_regex(r"[-\u2212]?[\d,.]*[eE.]?\d*", fullmatch=True))
 def test_whatever_the_policy_says_has_a_reward(text: str) -> None:
     for name in ("exact", "contains", "number"):
-        verdict = judge(Path(), name).score(a_problem(), text)
-        assert verdict.failed is None, verdict
-        assert verdict.reward in (0.0, 1.0)
+        result = scorer(Path(), name).score(a_problem(), text)
+        assert result.failed is None, result
+        assert result.reward in (0.0, 1.0)
 
 
 returned = st.recursive(
@@ -323,16 +323,16 @@ returned = st.recursive(
 
 
 @given(values=st.lists(returned, max_size=4), listed=returned, count=st.integers(1, 3))
-def test_whatever_is_returned_is_one_verdict_an_answer(values: list[Any], listed: Any, count: int) -> None:
+def test_whatever_is_returned_is_one_result_an_answer(values: list[Any], listed: Any, count: int) -> None:
     made = RewardScorer(RewardConfig(), Path())
     for value in (values, listed):
-        made._functions, made._weights = [shaped("f", lambda completions, it=value: it)], [1.0]
-        verdicts = made.score_many([Answer(a_problem(), "x")] * count)
-        assert len(verdicts) == count
-        for verdict in verdicts:
-            assert (verdict.reward is None) != (verdict.failed is None)
-            assert verdict.reward is None or math.isfinite(verdict.reward)
-            assert msgspec.msgpack.decode(msgspec.msgpack.encode(verdict), type=RewardResult) == verdict
+        made._functions, made._weights = [signature_of("f", lambda completions, it=value: it)], [1.0]
+        results = made.score_many([Answer(a_problem(), "x")] * count)
+        assert len(results) == count
+        for result in results:
+            assert (result.reward is None) != (result.failed is None)
+            assert result.reward is None or math.isfinite(result.reward)
+            assert msgspec.msgpack.decode(msgspec.msgpack.encode(result), type=RewardResult) == result
 
 
 def test_a_loop_that_many_threads_share_is_closed_with_its_owner() -> None:

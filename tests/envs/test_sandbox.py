@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from dora_rl.core.errors import SandboxError
-from dora_rl.envs import sandbox
-from dora_rl.envs.sandbox import GUARANTEES, Outcome, Sandbox, SandboxLimits, _library
+from dora_rl.envs.sandbox import sandbox
+from dora_rl.envs.sandbox.sandbox import GUARANTEES, Outcome, Sandbox, SandboxLimits, _library
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or Sandbox.guarantees() != GUARANTEES, reason="this system can't confine code"
@@ -259,9 +259,8 @@ def test_a_run_dies_with_its_caller_and_the_next_sandbox_cleans_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    program = (
-        "from dora_rl.envs.sandbox import *\nimport sys\nSandbox(SandboxLimits(wall_seconds=600)).run(sys.argv[1])"
-    )
+    program = "from dora_rl.envs.sandbox.sandbox import *\nimport sys\n"
+    program += "Sandbox(SandboxLimits(wall_seconds=600)).run(sys.argv[1])"
     code = "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)"
     caller = subprocess.Popen([sys.executable, "-c", program, code], env={**os.environ, "TMPDIR": str(tmp_path)})
     said = eventually(lambda: next((f.read_text() for f in tmp_path.glob("*/stdout") if f.read_text()), ""))
@@ -278,7 +277,7 @@ def test_a_run_dies_with_its_caller_and_the_next_sandbox_cleans_up(
 
 def test_a_folder_in_use_is_never_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    from dora_rl.envs.scratch import folder_of_a_run, sweep
+    from dora_rl.envs.sandbox.scratch import folder_of_a_run, sweep
 
     with folder_of_a_run() as folder:
         os.utime(folder, (1, 1))
@@ -350,8 +349,10 @@ def test_where_the_kernel_lacks_something_code_runs_only_if_told(
     limits = {"written": 10**6, "open_files": 64, "memory": 1 << 30, "cpu": 10}
     plan = {"parent": os.getpid(), "report": str(tmp_path / "report"), "strict": strict, "limits": limits}
     plan |= {"guards": sorted(GUARANTEES), "readable": sorted(_library())}
-    source = str(Path(sandbox.__file__).parents[2])
-    program = f"import sys; sys.path.insert(0, {source!r}); from dora_rl.envs.jail import inside, landlock, seccomp; "
+    source = str(Path(sandbox.__file__).parents[3])
+    program = (
+        f"import sys; sys.path.insert(0, {source!r}); from dora_rl.envs.sandbox.jail import inside, landlock, seccomp; "
+    )
     command = [sys.executable, "-I", "-c", program + lacking + "; inside.main()", json.dumps(plan)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path)
     assert sorted(json.loads((tmp_path / "report").read_text())) == missing, done.stderr

@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
-from dora_rl.envs import sandbox
-from dora_rl.envs.jail import seccomp
-from dora_rl.envs.sandbox import GUARANTEES, Sandbox, SandboxLimits
+from dora_rl.envs.sandbox import sandbox
+from dora_rl.envs.sandbox.jail import seccomp
+from dora_rl.envs.sandbox.sandbox import GUARANTEES, Sandbox, SandboxLimits
 
 # guard: "name x86_64 aarch64", a dash where a machine does not have the call
 REFUSED = {
@@ -80,7 +80,7 @@ def numbers(table: str, column: int) -> dict[str, int]:
     return {row[0]: int(row[1 + column]) for row in rows if row[1 + column] != "-"}
 
 
-def verdict(program: list[bytes], architecture: int, number: int, arguments: tuple[int, ...] = ()) -> int:
+def action(program: list[bytes], architecture: int, number: int, arguments: tuple[int, ...] = ()) -> int:
     """What the filter says of a call, instruction by instruction."""
     padded = (*arguments, *[0] * (6 - len(arguments)))
     data = struct.pack("<IIQ6Q", number, architecture, 0, *padded)
@@ -117,7 +117,7 @@ def test_a_guard_refuses_its_calls_and_no_others(machine: str, guard: str) -> No
     if guard == "processes":
         expected[435] = NO_SUCH_CALL  # clone3
     for number in sorted(set(range(LAST + 1)) - decided):
-        assert verdict(program, architecture, number) == expected.get(number, ALLOWED), number
+        assert action(program, architecture, number) == expected.get(number, ALLOWED), number
 
 
 @pytest.mark.parametrize("rule", DECIDED, ids=lambda rule: f"{rule[0]}-{rule[1]}")
@@ -128,28 +128,28 @@ def test_calls_whose_arguments_decide(machine: str, rule: tuple[str, str, str, l
     program = seccomp._program(set(GUARANTEES))
     alone, without = seccomp._program({guard}), seccomp._program(set(GUARANTEES) - {guard})
     for arguments in refused:
-        assert verdict(program, architecture, number, arguments) == REFUSAL
-        assert verdict(alone, architecture, number, arguments) == REFUSAL
-        assert verdict(without, architecture, number, arguments) == ALLOWED
+        assert action(program, architecture, number, arguments) == REFUSAL
+        assert action(alone, architecture, number, arguments) == REFUSAL
+        assert action(without, architecture, number, arguments) == ALLOWED
     for arguments in allowed:
-        assert verdict(program, architecture, number, arguments) == ALLOWED
+        assert action(program, architecture, number, arguments) == ALLOWED
 
 
 def test_other_machines_and_newer_calls_are_refused(machine: str) -> None:
     program = seccomp._program(set(GUARANTEES))
     for architecture in MACHINES.values():
         other = architecture != MACHINES[machine]
-        assert (verdict(program, architecture, 1) == KILLED) is other
+        assert (action(program, architecture, 1) == KILLED) is other
     for number in (LAST + 1, 463, 1000, 0x40000000, 0x40000029):
-        assert verdict(program, MACHINES[machine], number) == NO_SUCH_CALL
-    assert verdict(program, MACHINES[machine], LAST) == ALLOWED
+        assert action(program, MACHINES[machine], number) == NO_SUCH_CALL
+    assert action(program, MACHINES[machine], LAST) == ALLOWED
 
 
 # The kernel itself refuses some of the calls, with the same error: in this test the filter says another one.
 TRIES = """
 import ctypes, errno, json, sys
 sys.path.insert(0, sys.argv[1])
-from dora_rl.envs.jail import kernel, seccomp
+from dora_rl.envs.sandbox.jail import kernel, seccomp
 seccomp.DENIED = errno.EXFULL
 call = ctypes.CDLL(None, use_errno=True).syscall
 kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
@@ -171,7 +171,7 @@ print(json.dumps(found))
 def test_the_kernel_refuses_each_call_by_the_filter(guard: str) -> None:
     column = list(MACHINES).index(platform.machine())
     tried = list(numbers(REFUSED[guard], column).values())
-    source = str(Path(sandbox.__file__).parents[2])
+    source = str(Path(sandbox.__file__).parents[3])
     command = [sys.executable, "-I", "-c", TRIES, source, json.dumps([guard]), json.dumps(tried)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
     assert json.loads(done.stdout) == dict.fromkeys(map(str, tried), errno.EXFULL)

@@ -25,7 +25,7 @@ ROOTS = {
     "RunConfig": "dora_rl.runtime.config",
     "SimConfig": "dora_rl.sim.config",
     "SftConfig": "dora_rl.trainer.sft",
-    "SandboxLimits": "dora_rl.envs.sandbox",
+    "SandboxLimits": "dora_rl.envs.sandbox.sandbox",
 }
 """The configurations that users write; all other config classes stand inside of these."""
 

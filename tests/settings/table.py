@@ -622,21 +622,29 @@ SFT: Table = {
 }
 
 SANDBOX: Table = {
-    "wall_seconds": Row("envs.sandbox:Sandbox._watch", "envs/test_sandbox.py::test_code_that_does_not_end_is_ended"),
+    "wall_seconds": Row(
+        "envs.sandbox.sandbox:Sandbox._watch", "envs/test_sandbox.py::test_code_that_does_not_end_is_ended"
+    ),
     "cpu_seconds": Row(
-        "envs.sandbox:Sandbox._plan",
+        "envs.sandbox.sandbox:Sandbox._plan",
         "envs/test_sandbox.py::test_code_that_only_computes_is_ended_by_its_processor_time",
     ),
-    "memory_bytes": Row("envs.sandbox:Sandbox._plan", "settings/test_sandbox.py::test_a_limit_holds_where_it_was_set"),
-    "output_bytes": Row("envs.sandbox:Sandbox._read", "envs/test_sandbox.py::test_a_flood_of_output_is_cut_off"),
+    "memory_bytes": Row(
+        "envs.sandbox.sandbox:Sandbox._plan", "settings/test_sandbox.py::test_a_limit_holds_where_it_was_set"
+    ),
+    "output_bytes": Row(
+        "envs.sandbox.sandbox:Sandbox._read", "envs/test_sandbox.py::test_a_flood_of_output_is_cut_off"
+    ),
     "disk_bytes": Row(
-        "envs.sandbox:Sandbox._excess", "envs/test_sandbox.py::test_filling_the_disk_is_cut_off_and_cleaned_up"
+        "envs.sandbox.sandbox:Sandbox._excess", "envs/test_sandbox.py::test_filling_the_disk_is_cut_off_and_cleaned_up"
     ),
     "disk_entries": Row(
-        "envs.sandbox:Sandbox._excess", "settings/test_sandbox.py::test_a_limit_holds_where_it_was_set"
+        "envs.sandbox.sandbox:Sandbox._excess", "settings/test_sandbox.py::test_a_limit_holds_where_it_was_set"
     ),
-    "open_files": Row("envs.sandbox:Sandbox._plan", "settings/test_sandbox.py::test_a_limit_holds_where_it_was_set"),
-    "threads": Row("envs.sandbox:Sandbox._excess", "envs/test_sandbox.py::test_threads_are_there_and_limited"),
+    "open_files": Row(
+        "envs.sandbox.sandbox:Sandbox._plan", "settings/test_sandbox.py::test_a_limit_holds_where_it_was_set"
+    ),
+    "threads": Row("envs.sandbox.sandbox:Sandbox._excess", "envs/test_sandbox.py::test_threads_are_there_and_limited"),
 }
 
 TABLES: dict[str, Table] = {"RunConfig": RUN, "SimConfig": SIMULATION, "SftConfig": SFT, "SandboxLimits": SANDBOX}

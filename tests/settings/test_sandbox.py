@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dora_rl.envs.sandbox import Sandbox, SandboxLimits
+from dora_rl.envs.sandbox.sandbox import Sandbox, SandboxLimits
 
 MEMORY = "print(len(bytearray(150 << 20)))"
 UNHURRIED = {"wall_seconds": 600.0, "cpu_seconds": 60.0}

@@ -155,7 +155,7 @@ def respond(asked: Asked, samples: int) -> list[Response]:
 
     config = asked.config
     held_out = held_out_problems(config, asked.base)
-    judge = RewardScorer(config.reward, asked.base)
+    scorer = RewardScorer(config.reward, asked.base)
     model = config.model.model_copy(update={"path": str(asked.model)})
     loaded = load(model)
     text = Tokenization(loaded.tokenizer, config.model_copy(update={"model": model}))
@@ -169,8 +169,8 @@ def respond(asked: Asked, samples: int) -> list[Response]:
     responses = []
     for number, tokens in enumerate(said):
         problem = held_out[number // samples]
-        verdict = None if tokens is None else judge.score(problem, text.decode(tokens), tuple(tokens))
-        reward = None if verdict is None else verdict.reward
+        result = None if tokens is None else scorer.score(problem, text.decode(tokens), tuple(tokens))
+        reward = None if result is None else result.reward
         responses.append(Response(number // samples, len(tokens or ()), reward))
     return responses
 

@@ -19,7 +19,7 @@ import time
 from typing import Any
 
 from dora_rl.envs.data import Problem
-from dora_rl.envs.sandbox import Sandbox, SandboxLimits
+from dora_rl.envs.sandbox.sandbox import Sandbox, SandboxLimits
 
 _TEST_SECONDS = 10.0
 _BLOCK = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)```", re.DOTALL)

@@ -50,19 +50,19 @@ class Environment(Protocol):
 class Environments:
     """The class that a config names, ready to make one environment for each trajectory."""
 
-    def __init__(self, config: EnvironmentConfig, folder: Path, judge: RewardScorer | None = None) -> None:
+    def __init__(self, config: EnvironmentConfig, folder: Path, scorer: RewardScorer | None = None) -> None:
         if config.kind is None:
             raise ConfigError("environment.kind is missing: name a class as FILE.py:Class or module:Class")
         self._make: Callable[..., Environment] = named_object(config.kind, folder)
         self._config = config
-        self._judge = judge
+        self._scorer = scorer
         self._loop = Loop() if config.concurrency == 1 else SharedLoop()
         _check(config.kind, self._make, config.params)
 
     def begin(self, problem: Problem) -> Session:
         """A new environment, reset to a problem."""
         return Session(
-            lambda: self._make(**self._config.params), problem, self._config.max_turns, self._loop, self._judge
+            lambda: self._make(**self._config.params), problem, self._config.max_turns, self._loop, self._scorer
         )
 
 
@@ -75,12 +75,12 @@ class Session:
         problem: Problem,
         max_turns: int,
         loop: Loop | SharedLoop,
-        judge: RewardScorer | None,
+        scorer: RewardScorer | None,
     ) -> None:
         self._problem = problem
         self._max_turns = max_turns
         self._loop = loop
-        self._judge = judge
+        self._scorer = scorer
         self._last: tuple[str, tuple[int, ...]] | None = None
         self._rewards: list[float] = []
         self._observation: str | None = None
@@ -107,20 +107,20 @@ class Session:
         reward = self._rewards[-1] if self.failed is None else 0.0
         return Turn(observation=observation, reward=reward, done=self.done)
 
-    def verdict(self) -> RewardResult:
+    def result(self) -> RewardResult:
         """What the trajectory is worth; closes the environment."""
         self.close()
         if self.failed is not None:
             return RewardResult(failed=self.failed)
         steps = math.fsum(self._rewards)
-        judged = RewardResult(reward=0.0)
-        if self._judge is not None and self._last is not None:
-            judged = self._judge.score(self._problem, *self._last)
-        if judged.reward is None:
-            return judged
-        if not math.isfinite(steps + judged.reward):
+        scored = RewardResult(reward=0.0)
+        if self._scorer is not None and self._last is not None:
+            scored = self._scorer.score(self._problem, *self._last)
+        if scored.reward is None:
+            return scored
+        if not math.isfinite(steps + scored.reward):
             return RewardResult(failed="the sum of the rewards is not finite")
-        return RewardResult(reward=steps + judged.reward, components={**judged.components, "environment": steps})
+        return RewardResult(reward=steps + scored.reward, components={**scored.components, "environment": steps})
 
     def close(self) -> None:
         """Let the environment clean up, if it wants to; a failure in that counts too."""

@@ -43,7 +43,7 @@ Parameters: TypeAlias = dict[str, inspect.Parameter]
 _KEYWORDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-def shaped(name: str, function: Any) -> RewardSignature:
+def signature_of(name: str, function: Any) -> RewardSignature:
     """Find out how a function is to be called, or say what it should look like."""
     try:
         parameters = dict(inspect.signature(function).parameters)

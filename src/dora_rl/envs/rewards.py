@@ -26,7 +26,7 @@ from dora_rl.envs.async_bridge import Loop, SharedLoop
 from dora_rl.envs.builtins import NAMES, builtin
 from dora_rl.envs.config import RewardConfig
 from dora_rl.envs.data import Problem
-from dora_rl.envs.reward_signatures import Answer, RewardSignature, shaped
+from dora_rl.envs.reward_signatures import Answer, RewardSignature, signature_of
 from dora_rl.envs.user_code import named_object, one_line
 
 
@@ -75,7 +75,7 @@ class RewardScorer:
     def score_many(self, answers: Sequence[Answer]) -> list[RewardResult]:
         """The verdicts on many, in their order; functions that take lists are called once."""
         table = [self._by_function(function, answers) for function in self._functions]
-        return [self._verdict([scores[place] for scores in table]) for place in range(len(answers))]
+        return [self._combine([scores[place] for scores in table]) for place in range(len(answers))]
 
     def _by_function(self, function: RewardSignature, answers: Sequence[Answer]) -> _Scores:
         if function.many is not None and len(answers) > 1:
@@ -111,7 +111,7 @@ class RewardScorer:
             return _Score(failed=f"{function.name} returned {len(values)} scores for 1 completion")
         return _score(function.name, values[0], listed=True)
 
-    def _verdict(self, scores: _Scores) -> RewardResult:
+    def _combine(self, scores: _Scores) -> RewardResult:
         failures = [score.failed for score in scores if score.failed is not None]
         if failures:
             return RewardResult(failed=failures[0])
@@ -183,7 +183,7 @@ def _resolve(reward: RewardConfig, folder: Path) -> list[RewardSignature]:
 def _function(name: str, folder: Path, seconds: float) -> RewardSignature:
     ready = builtin(name, seconds)
     if ready is not None:
-        return shaped(name, ready)
+        return signature_of(name, ready)
     if ":" not in name:
         raise ConfigError(f"reward '{name}' is unknown: take {', '.join(NAMES)}, format:REGEX or FILE.py:function")
-    return shaped(name.rpartition(":")[2], named_object(name, folder))
+    return signature_of(name.rpartition(":")[2], named_object(name, folder))

@@ -143,7 +143,7 @@ def _serve(replies: int, asked: dict[str, Any]) -> None:
     reward, environment = RewardConfig(**asked["reward"]), EnvironmentConfig(**asked["environment"])
     folder, problem = Path(asked["folder"]), msgspec.convert(asked["problem"], Problem)
     try:
-        judge = RewardScorer(reward, folder)
+        scorer = RewardScorer(reward, folder)
         environments = None if environment.kind is None else Environments(environment, folder, None)
     except UserError as error:
         say("import", str(error))
@@ -158,7 +158,7 @@ def _serve(replies: int, asked: dict[str, Any]) -> None:
         failures = []
         for completion in {problem.answer or _COMPLETION: None, _COMPLETION: None}:
             say("reward")
-            failures.append(judge.score(problem, completion).failed)
+            failures.append(scorer.score(problem, completion).failed)
             if failures[-1] is None:
                 break
         if failures[-1] is not None:

@@ -29,8 +29,8 @@ from dora_rl.runtime.transport.channel import Channel
 def serve(start: m.StartWorker, channel: Channel[m.ToWorker], messages: list[m.ToWorker]) -> None:
     """Until told to stop, or alone."""
     config, base = parse(start.config), Path(start.base)
-    judge = RewardScorer(config.reward, base)
-    plays = _Plays(config, base, judge) if config.environment.kind is not None else None
+    scorer = RewardScorer(config.reward, base)
+    plays = _Plays(config, base, scorer) if config.environment.kind is not None else None
     concurrency = config.reward.concurrency if plays is None else config.environment.concurrency
     pool = ThreadPoolExecutor(concurrency) if concurrency > 1 else None
     os.register_at_fork(after_in_child=channel.close)
@@ -42,9 +42,9 @@ def serve(start: m.StartWorker, channel: Channel[m.ToWorker], messages: list[m.T
                     return
                 case m.ScoreRequest():
                     if pool is None or plays is not None:
-                        channel.send(_judged(judge, message))
+                        channel.send(_score(scorer, message))
                     else:
-                        pool.submit(_apart, partial(_judged, judge, message), channel)
+                        pool.submit(_apart, partial(_score, scorer, message), channel)
                 case m.EnvRequest():
                     assert plays is not None
                     if pool is None or message.finish:
@@ -55,16 +55,16 @@ def serve(start: m.StartWorker, channel: Channel[m.ToWorker], messages: list[m.T
                     assert plays is not None
                     plays.drop(session)
                 case _:
-                    raise AssertionError(f"not for a judge: {message}")
+                    raise AssertionError(f"not for a reward worker: {message}")
         if channel.closed:
             return
         channel.wait(60.0 if pool is None else 1.0)  # what a thread could not send at once goes out here
         messages = channel.receive()
 
 
-def _judged(judge: RewardScorer, message: m.ScoreRequest) -> m.ScoreResult:
-    verdict = judge.score(message.problem, message.completion, message.tokens)
-    return m.ScoreResult(item=message.item, reward=verdict.reward, components=verdict.components, failed=verdict.failed)
+def _score(scorer: RewardScorer, message: m.ScoreRequest) -> m.ScoreResult:
+    result = scorer.score(message.problem, message.completion, message.tokens)
+    return m.ScoreResult(item=message.item, reward=result.reward, components=result.components, failed=result.failed)
 
 
 def _apart(reply: Callable[[], m.EnvResult | m.ScoreResult], channel: Channel[m.ToWorker]) -> None:
@@ -79,13 +79,13 @@ def _apart(reply: Callable[[], m.EnvResult | m.ScoreResult], channel: Channel[m.
 class _Plays:
     """The sessions that live here."""
 
-    def __init__(self, config: RunConfig, base: Path, judge: RewardScorer) -> None:
+    def __init__(self, config: RunConfig, base: Path, scorer: RewardScorer) -> None:
         functions = config.reward.functions
-        self._environments = Environments(config.environment, base, judge if functions else None)
+        self._environments = Environments(config.environment, base, scorer if functions else None)
         self._sessions: dict[TrajectoryId, Session] = {}
 
     def play(self, message: m.EnvRequest) -> m.EnvResult | m.ScoreResult:
-        """One turn, or the verdict."""
+        """One turn, or the result."""
         session = self._sessions.get(message.session)
         replayed: list[str] = []
         if session is None:
@@ -93,12 +93,12 @@ class _Plays:
             replayed = _replay(session, message) if message.texts else []
         if message.finish:
             self._sessions.pop(message.session, None)
-            verdict = session.verdict()
+            result = session.result()
             return m.ScoreResult(
                 item=message.item,
-                reward=verdict.reward,
-                components=verdict.components,
-                failed=verdict.failed,
+                reward=result.reward,
+                components=result.components,
+                failed=result.failed,
                 replayed=tuple(replayed),
             )
         if not message.texts:
@@ -109,7 +109,7 @@ class _Plays:
         return self._answer(message, session, turn.observation, replayed)
 
     def drop(self, number: TrajectoryId) -> None:
-        """Close a session that nobody asks for a verdict."""
+        """Close a session whose result is not wanted."""
         session = self._sessions.pop(number, None)
         if session is not None:
             session.close()

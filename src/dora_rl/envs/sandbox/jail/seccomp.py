@@ -17,7 +17,7 @@ import platform
 import struct
 from collections.abc import Iterable
 
-from dora_rl.envs.jail.kernel import PR_SET_PDEATHSIG, PR_SET_SECCOMP, prctl
+from dora_rl.envs.sandbox.jail.kernel import PR_SET_PDEATHSIG, PR_SET_SECCOMP, prctl
 
 _LAST = 450
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}

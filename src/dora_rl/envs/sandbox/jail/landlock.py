@@ -9,7 +9,7 @@ import ctypes
 import os
 from collections.abc import Iterable
 
-from dora_rl.envs.jail.kernel import syscall
+from dora_rl.envs.sandbox.jail.kernel import syscall
 
 _CREATE, _ADD, _RESTRICT = 444, 445, 446
 _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 1, 1 << 2, 1 << 3

@@ -16,7 +16,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-from dora_rl.envs.jail import MAIN, kernel, landlock, seccomp
+from dora_rl.envs.sandbox.jail import MAIN, kernel, landlock, seccomp
 
 
 def main() -> None:

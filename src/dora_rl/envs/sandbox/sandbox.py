@@ -35,12 +35,12 @@ from pydantic import Field
 from dora_rl.core.config import Config
 from dora_rl.core.errors import SandboxError
 from dora_rl.core.types import Record
-from dora_rl.envs.jail import MAIN
-from dora_rl.envs.scratch import folder_of_a_run, sweep, too_large, write
+from dora_rl.envs.sandbox.jail import MAIN
+from dora_rl.envs.sandbox.scratch import folder_of_a_run, sweep, too_large, write
 
 GUARANTEES = frozenset({"network", "files", "memory", "processes", "time"})
-_ROOT = Path(__file__).parents[2]
-_START = "import sys; sys.path.insert(0, sys.argv[1]); from dora_rl.envs.jail.inside import main; main()"
+_ROOT = Path(__file__).parents[3]
+_START = "import sys; sys.path.insert(0, sys.argv[1]); from dora_rl.envs.sandbox.jail.inside import main; main()"
 # Shared libraries that extension modules load, time zones, and devices that hold nothing.
 _READABLE = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/etc/localtime", "/usr/share/zoneinfo",
              "/dev/urandom", "/dev/random", "/dev/zero")  # fmt: skip
