@@ -43,9 +43,9 @@ def test_what_was_given_up_is_not_asked_again() -> None:
     assert (made.pending, store.held) == (0, [])
 
 
-@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("pending", [True, False])
 def test_an_evaluator_that_gets_nowhere_does_not_keep_a_run_from_ending(
-    monkeypatch: pytest.MonkeyPatch, waits: bool
+    monkeypatch: pytest.MonkeyPatch, pending: bool
 ) -> None:
     now = 0.0
     monkeypatch.setattr(f"{EVALUATION}.time.monotonic", lambda: now)
@@ -53,8 +53,8 @@ def test_an_evaluator_that_gets_nowhere_does_not_keep_a_run_from_ending(
     made = evaluation(store)
     stage.world.evaluate_with(made)
     made.ask(2, stage)  # type: ignore[arg-type]
-    evaluator = stage.all[-1]
-    evaluator.hosted = SimpleNamespace(waits=waits)
+    evaluator = stage.workers[-1]
+    evaluator.handle = SimpleNamespace(pending=pending)
     deadline = stage.world._deadlines.load + stage.world._deadlines.train
     now += deadline - 1
     stage.world._look()
@@ -63,8 +63,8 @@ def test_an_evaluator_that_gets_nowhere_does_not_keep_a_run_from_ending(
     stage.world._look()
     assert not stage.world.evaluating
     assert not store.held
-    assert evaluator not in stage.all
+    assert evaluator not in stage.workers
     (said,) = stage.notices
-    assert ("no room" in said) is waits
+    assert ("no room" in said) is pending
     stage.world._look()  # once
     assert len(stage.notices) == 1

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class Worker:
     """A process that remembers what it was asked."""
 
-    def __init__(self, place: str) -> None:
-        self.place = place
+    def __init__(self, worker_id: str) -> None:
+        self.worker_id = worker_id
         self.failures = 0
         self.asked: list[m.EnvRequest] = []
 
@@ -34,8 +34,8 @@ class Pool:
         for worker in self.workers:
             self.judges.ready(worker)
 
-    def start(self, _role: str, place: str) -> Worker:
-        self.workers.append(Worker(place))
+    def start(self, _role: str, worker_id: str) -> Worker:
+        self.workers.append(Worker(worker_id))
         return self.workers[-1]  # type: ignore[no-any-return]
 
     def ask(self, session: int, timeout: float = 100.0) -> None:

@@ -108,8 +108,8 @@ def test_same_cause_counts_however_long_a_process_lives(tmp_path: Path) -> None:
         process = WorkerProcess("trainer", "trainer")
         again = []
         for _ in range(5):
-            process.said = cause
-            again.append(processes.bury(process, cause or "its process ended"))  # born long ago
+            process.reported_failure = cause
+            again.append(processes.lost(process, cause or "its process ended"))  # born long ago
         return again
 
     assert lives("NonFiniteError: step 3") == [True, True, False, False, False]

@@ -37,8 +37,8 @@ class Stage:
     """A world over processes that do nothing by themselves."""
 
     def __init__(self) -> None:
-        self.all: list[WorkerProcess] = []
-        self.host = SimpleNamespace(give_up=lambda _: None)
+        self.workers: list[WorkerProcess] = []
+        self.backend = SimpleNamespace(discard_kv=lambda _: None)
         self.notices: list[str] = []
         self.wanted_instances = 0
         does_nothing = dict.fromkeys(("note", "settle", "flush"), lambda *_, **__: None)
@@ -59,33 +59,33 @@ class Stage:
         self.world.begin(scaling)
         self.crew = self.world._parts.crew
 
-    def start(self, role: str, place: str, **_: Any) -> WorkerProcess:
-        self.all.append(WorkerProcess(role, place, life=1))
-        return self.all[-1]
+    def start(self, role: str, worker_id: str, **_: Any) -> WorkerProcess:
+        self.workers.append(WorkerProcess(role, worker_id, incarnation=1))
+        return self.workers[-1]
 
-    def cores(self, _machine: str) -> int:
+    def cores(self, _node: str) -> int:
         return 1
 
-    def silent(self, *_: float) -> list[tuple[WorkerProcess, str]]:
+    def unresponsive(self, *_: float) -> list[tuple[WorkerProcess, str]]:
         return []
 
-    def bury(self, process: WorkerProcess, _reason: str, **_: bool) -> bool:
+    def lost(self, process: WorkerProcess, _reason: str, **_: bool) -> bool:
         process.channel = None
         return True
 
-    def dismiss(self, process: WorkerProcess) -> None:
-        self.all.remove(process)
+    def remove(self, process: WorkerProcess) -> None:
+        self.workers.remove(process)
 
     def scale(self, wanted: int) -> set[str]:
         """The places that there are then."""
         self.wanted_instances = wanted
         self.world._scale()
-        return {process.place for process in self.crew.places}
+        return {process.worker_id for process in self.crew.places}
 
     def trainer_connects(self) -> Line:
         line: Any = Line()
-        self.crew.trainer.life += 1
-        self.crew.trainer.heard = None
+        self.crew.trainer.incarnation += 1
+        self.crew.trainer.last_message_at = None
         self.crew.trainer.channel = line
         return line  # type: ignore[no-any-return]
 
@@ -99,14 +99,14 @@ def test_a_trainer_that_comes_back_at_the_end_is_asked_to_save() -> None:
         line = stage.trainer_connects()
         assert not world._over()
         assert m.SaveCheckpoint() not in line.said  # loading takes its time, which is not that of saving
-        trainer.heard = 0.0
+        trainer.last_message_at = 0.0
         assert not world._over()
         assert not world._over()
         assert line.said.count(m.SaveCheckpoint()) == 1
         world._lost(trainer, reason)
         assert not world._over()  # between two lives nobody can be asked
     line = stage.trainer_connects()
-    trainer.heard = 0.0
+    trainer.last_message_at = 0.0
     assert not world._over()
     assert m.SaveCheckpoint() in line.said
     world._saved(3, "")
@@ -120,7 +120,7 @@ def test_instances_that_were_given_up_leave_first() -> None:
         stage.crew.places[number].given_up = True
     assert stage.scale(3) == {"i1", "i2", "i3"}
     assert stage.scale(1) == {"i1"}
-    assert [process.place for process in stage.all if process.role == "instance"] == ["i1"]
+    assert [process.worker_id for process in stage.workers if process.role == "instance"] == ["i1"]
     assert stage.scale(2) == {"i0", "i1"}  # filled anew
     assert not any(process.given_up for process in stage.crew.places)
 

@@ -421,13 +421,13 @@ RUN: Table = {
         "runtime.supervisor.noting:Noting._write_samples",
         "settings/test_supervisor.py::test_so_many_groups_are_written_as_samples",
     ),
-    "supervision": Row("runtime.launch.process_manager:ProcessManager.bury", why=SECTION),
+    "supervision": Row("runtime.launch.process_manager:ProcessManager.lost", why=SECTION),
     "supervision.restarts": Row(
-        "runtime.launch.process_manager:ProcessManager.bury",
+        "runtime.launch.process_manager:ProcessManager.lost",
         "settings/test_supervisor.py::test_a_process_is_restarted_as_often_and_as_late_as_told",
     ),
     "supervision.backoff_seconds": Row(
-        "runtime.launch.process_manager:ProcessManager.bury",
+        "runtime.launch.process_manager:ProcessManager.lost",
         "settings/test_supervisor.py::test_a_process_is_restarted_as_often_and_as_late_as_told",
     ),
     "runtime": Row(
@@ -438,20 +438,20 @@ RUN: Table = {
         "runtime.launch.ray.init:cluster", "settings/test_ray.py::test_the_cluster_is_the_one_that_was_named"
     ),
     "ray.instances": Row(
-        "runtime.launch.ray.backend:RayBackend.room",
+        "runtime.launch.ray.backend:RayBackend.capacity",
         "runtime/test_cluster.py::test_instances_follow_the_nodes_and_the_supervisor_can_be_killed",
     ),
     "ray.instance": Row("runtime.launch.ray.nodes:room", why=SECTION),
     "ray.instance.num_cpus": Row(
-        "runtime.launch.ray.backend:RayBackend.begin",
+        "runtime.launch.ray.backend:RayBackend.start",
         "settings/test_ray.py::test_a_process_takes_of_the_cluster_what_it_was_told",
     ),
     "ray.instance.num_gpus": Row(
-        "runtime.launch.ray.backend:RayBackend.begin",
+        "runtime.launch.ray.backend:RayBackend.start",
         "settings/test_ray.py::test_a_process_takes_of_the_cluster_what_it_was_told",
     ),
     "ray.instance.resources": Row(
-        "runtime.launch.ray.backend:RayBackend.begin",
+        "runtime.launch.ray.backend:RayBackend.start",
         "settings/test_ray.py::test_a_process_takes_of_the_cluster_what_it_was_told",
     ),
     "ray.trainer": Row(

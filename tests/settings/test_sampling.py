@@ -86,7 +86,7 @@ def test_evaluation_samples_as_its_own_settings_say(base: Path) -> None:
         publish(part.folder)
         part.begin()
         world: Any = part.run.world
-        process = next(one for one in world._parts.processes.all if one.place == "evaluator")
+        process = next(one for one in world._parts.processes.workers if one.worker_id == "evaluator")
         spec = InstanceSpec(instance="evaluator.1", max_requests=4, kv_tokens=1000)
         world._hearing.take(process, m.RolloutReady(spec=spec, kernels="torch"))
         loaded = e.SlotLoaded(slot=SlotId("evaluator.1", 0), version=0, fingerprint="v0")

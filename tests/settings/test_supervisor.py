@@ -43,7 +43,7 @@ def admitted(part: SupervisorPart) -> int:
 def test_there_are_as_many_processes_as_asked_for(base: Path) -> None:
     changes = {"rollout": {"instances": 3}, "reward": {"workers": 2}, "trainer": {"ranks": 2}}
     with supervisor(base, changes) as part:
-        assert sorted(part.host.seats) == ["i0", "i1", "i2", "rank1", "reward0", "reward1", "trainer"]
+        assert sorted(part.backend.seats) == ["i0", "i1", "i2", "rank1", "reward0", "reward1", "trainer"]
         told = part.told("rank1", m.StartWorker)[0]
         assert (told.rank, told.ranks) == (1, 2)
 
@@ -86,8 +86,8 @@ def test_an_instance_that_is_silent_for_a_heartbeat_is_lost(base: Path) -> None:
     for heartbeat, lost in ((50.0, True), (5000.0, False)):
         with supervisor(base, at("control.deadlines.heartbeat", heartbeat)) as part:
             part.begin()
-            for one in part.run.world._parts.processes.all:
-                one.heard = time.monotonic() - (500.0 if one.place == "i0" else 0.0)
+            for one in part.run.world._parts.processes.workers:
+                one.last_message_at = time.monotonic() - (500.0 if one.worker_id == "i0" else 0.0)
             part.run.world._look()
             part.happen()
             assert (part.process("i0").restart_at is not None) is lost

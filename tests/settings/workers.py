@@ -166,18 +166,18 @@ class Seat:
     role: str
     link: socket.socket
     channel: Channel[Any]
-    machine: str = ""
-    waits: bool = False
+    node: str = ""
+    pending: bool = False
     ended: bool = False
     heard: list[Any] = field(default_factory=list)
 
     def alive(self) -> bool:
         return not self.ended
 
-    def trouble(self) -> str:
+    def failure(self) -> str:
         return ""
 
-    def end(self) -> None:
+    def kill(self) -> None:
         self.ended = True
         self.channel.close()
 
@@ -193,24 +193,24 @@ class Seats:
     def __init__(self) -> None:
         self.seats: dict[str, Seat] = {}
 
-    def begin(self, role: str, place: str, name: str) -> Seat:
+    def start(self, role: str, worker_id: str, name: str) -> Seat:
         ours, theirs = socket.socketpair()
-        self.seats[place] = Seat(role, ours, Channel(theirs, m.ToWorker))  # type: ignore[arg-type]
-        return self.seats[place]
+        self.seats[worker_id] = Seat(role, ours, Channel(theirs, m.ToWorker))  # type: ignore[arg-type]
+        return self.seats[worker_id]
 
-    def cores(self, machine: str) -> int:
+    def cores(self, node: str) -> int:
         return 8
 
-    def room(self) -> int | None:
+    def capacity(self) -> int | None:
         return None
 
-    def begin_with(self, wake: Any) -> None: ...
+    def on_connect(self, wake: Any) -> None: ...
 
-    def leave(self, place: str) -> None: ...
+    def release(self, worker_id: str) -> None: ...
 
-    def retired(self, version: int) -> None: ...
+    def version_retired(self, version: int) -> None: ...
 
-    def give_up(self, bundle: str) -> None: ...
+    def discard_kv(self, name: str) -> None: ...
 
     def close(self) -> None: ...
 
@@ -221,7 +221,7 @@ class Empty(Machine):
 
     seats: Seats
 
-    def host(self, folder: RunDir) -> Any:
+    def backend(self, run_dir: RunDir) -> Any:
         return self.seats
 
 
@@ -230,13 +230,13 @@ class SupervisorPart:
 
     def __init__(self, folder: RunDir) -> None:
         self.folder = folder
-        self.host = Seats()
+        self.backend = Seats()
         self.notices: list[str] = []
         self.commands: list[c.Command] = []
         """All that the orchestrator has asked for."""
-        self.run = Run(folder, machine=Empty(seats=self.host), notice=self.notices.append)
-        host: Any = self.host
-        self.run.world.begin(Scaling(folder, host))
+        self.run = Run(folder, machine=Empty(seats=self.backend), notice=self.notices.append)
+        backend: Any = self.backend
+        self.run.world.begin(Scaling(folder, backend))
 
     @property
     def ledger(self) -> Ledger:
@@ -258,7 +258,7 @@ class SupervisorPart:
         room = {"slots": 1, "max_requests": 4, "kv_tokens": 10_000} | spec
         self.happen(e.TrainerReady(version=0))
         self.happen(e.Published(version=0, attempt=1, fingerprint="v0"))
-        for place, seat in list(self.host.seats.items()):
+        for place, seat in list(self.backend.seats.items()):
             if seat.role == "instance" and place != "evaluator":
                 self.happen(e.InstanceJoined(spec=InstanceSpec(instance=f"{place}.1", **room)))
                 self.happen(e.SlotLoaded(slot=SlotId(f"{place}.1", 0), version=0, fingerprint="v0"))
@@ -266,10 +266,10 @@ class SupervisorPart:
     def requests(self) -> list[Any]:
         return [request for submit in self.submits() for request in submit.requests]
 
-    def process(self, place: str) -> Any:
+    def process(self, worker_id: str) -> Any:
         """The supervisor's end of a place."""
         world: Any = self.run.world
-        return next(one for one in world._parts.processes.all if one.place == place)
+        return next(one for one in world._parts.processes.workers if one.worker_id == worker_id)
 
     def hear(self, place: str, message: m.Message) -> None:
         """A process says something."""
@@ -295,16 +295,16 @@ class SupervisorPart:
             self.happen(e.Scored(trajectory=request.trajectory, reward=float(request.trajectory % 2)))
 
     def told(self, place: str, kind: type[Any]) -> list[Any]:
-        return self.host.seats[place].listen(kind)
+        return self.backend.seats[place].listen(kind)
 
     def submits(self) -> list[m.SubmitRequests]:
         """All requests to all instances."""
-        places = [place for place, seat in self.host.seats.items() if seat.role == "instance"]
+        places = [place for place, seat in self.backend.seats.items() if seat.role == "instance"]
         return [one for place in places for one in self.told(place, m.SubmitRequests)]
 
     def close(self) -> None:
-        for seat in self.host.seats.values():
-            seat.end()
+        for seat in self.backend.seats.values():
+            seat.kill()
         self.run.close()
 
 

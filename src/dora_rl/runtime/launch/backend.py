@@ -2,7 +2,7 @@
 
 Invariants:
 - a process speaks over the one link that its host made for it, and its end is the end of that link;
-- `end` returns when the process and all that it has started can do nothing more, or be heard by nobody;
+- `kill` returns when the process and all that it has started can do nothing more, or be heard by nobody;
 - a process that waits for room is not a process that fails.
 """
 
@@ -36,22 +36,22 @@ class ProcessHandle(Protocol):
         ...
 
     @property
-    def machine(self) -> str:
+    def node(self) -> str:
         """Where it is: processes of one machine share its cores."""
         ...
 
     @property
-    def waits(self) -> bool:
+    def pending(self) -> bool:
         """There is no room for it yet."""
         ...
 
     def alive(self) -> bool: ...
 
-    def trouble(self) -> str:
+    def failure(self) -> str:
         """Why it will never speak again, where its host knows and its link does not tell; else empty."""
         ...
 
-    def end(self) -> None:
+    def kill(self) -> None:
         """Make sure that it has ended."""
         ...
 
@@ -59,31 +59,31 @@ class ProcessHandle(Protocol):
 class Backend(Protocol):
     """Where processes come from."""
 
-    def begin_with(self, wake: Callable[[], None]) -> None:
+    def on_connect(self, wake: Callable[[], None]) -> None:
         """Call `wake`, from any thread, when a process has connected."""
         ...
 
-    def begin(self, role: str, place: str, name: str) -> ProcessHandle:
+    def start(self, role: str, worker_id: str, name: str) -> ProcessHandle:
         """Start a process for a place; it may connect later."""
         ...
 
-    def cores(self, machine: str) -> int:
+    def cores(self, node: str) -> int:
         """How many there are."""
         ...
 
-    def room(self) -> int | None:
+    def capacity(self) -> int | None:
         """For how many instances there is room, if all of it is to be used; None: their number is the run's affair."""
         ...
 
-    def leave(self, place: str) -> None:
+    def release(self, worker_id: str) -> None:
         """Nobody will fill this place any more."""
         ...
 
-    def retired(self, version: Version) -> None:
+    def version_retired(self, version: Version) -> None:
         """A version was freed."""
         ...
 
-    def give_up(self, bundle: str) -> None:
+    def discard_kv(self, name: str) -> None:
         """A bundle that nobody will fetch."""
         ...
 
@@ -95,8 +95,8 @@ class Backend(Protocol):
 class ForkedProcess:
     """A process of this machine."""
 
-    machine = ""
-    waits = False
+    node = ""
+    pending = False
 
     def __init__(self, forked: Forked, link: socket.socket) -> None:
         self._pid, self._keeper = forked
@@ -105,13 +105,13 @@ class ForkedProcess:
     def alive(self) -> bool:
         return alive(self._pid)
 
-    def trouble(self) -> str:
+    def failure(self) -> str:
         return ""
 
-    def end(self) -> None:
-        for kill in (os.killpg, os.kill):
+    def kill(self) -> None:
+        for send in (os.killpg, os.kill):
             with contextlib.suppress(ProcessLookupError):
-                kill(self._pid, signal.SIGKILL)
+                send(self._pid, signal.SIGKILL)
         end = time.monotonic() + 2 * PATIENCE  # the keeper gives up before, unless somebody has stopped it
         while alive(self._keeper):
             if time.monotonic() > end:
@@ -129,32 +129,32 @@ class LocalBackend:
         self._link = link
         self._cores = usable_cores()
 
-    def begin_with(self, wake: Callable[[], None]) -> None:
+    def on_connect(self, wake: Callable[[], None]) -> None:
         """A process that is forked is connected."""
 
-    def begin(self, role: str, place: str, name: str) -> ForkedProcess:  # noqa: ARG002
+    def start(self, role: str, worker_id: str, name: str) -> ForkedProcess:  # noqa: ARG002
         ours, theirs = self._link()
-        with theirs, (self._folder.logs / f"{place}.log").open("ab") as log:
+        with theirs, (self._folder.logs / f"{worker_id}.log").open("ab") as log:
             return ForkedProcess(self._nursery.fork(theirs, log), ours)
 
-    def cores(self, machine: str) -> int:  # noqa: ARG002
+    def cores(self, node: str) -> int:  # noqa: ARG002
         return self._cores
 
-    def room(self) -> int | None:
+    def capacity(self) -> int | None:
         return None
 
-    def leave(self, place: str) -> None:
+    def release(self, worker_id: str) -> None:
         """A place is a name and no more."""
 
-    def retired(self, version: Version) -> None:
+    def version_retired(self, version: Version) -> None:
         """The store has freed it."""
 
-    def give_up(self, bundle: str) -> None:
+    def discard_kv(self, name: str) -> None:
         """Its owner may use the memory again."""
         from dora_rl.engine.kv_transfer.format import KvBundle
 
         with contextlib.suppress(BundleError):
-            KvBundle.attach(bundle).taken()
+            KvBundle.attach(name).taken()
 
     def close(self) -> None:
         self._nursery.close()

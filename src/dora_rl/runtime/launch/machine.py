@@ -29,6 +29,6 @@ class Machine:
     connect: Callable[[Path], sqlite3.Connection] = connect
     """What the ledger writes with."""
 
-    def host(self, folder: RunDir) -> Backend:
+    def backend(self, run_dir: RunDir) -> Backend:
         """Where the processes of a run come from."""
-        return LocalBackend(folder, self.fork_server(folder.logs / "fork_server.log"), self.link)
+        return LocalBackend(run_dir, self.fork_server(run_dir.logs / "fork_server.log"), self.link)

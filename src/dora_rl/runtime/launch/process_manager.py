@@ -37,39 +37,39 @@ class WorkerProcess:
     """One place in the run, and the process that fills it now."""
 
     role: str
-    place: str
+    worker_id: str
     """`i0`, `trainer`: stays the same over its lives."""
     threads: int = 1
     rank: int = 0
     ranks: int = 1
-    life: int = 0
+    incarnation: int = 0
     failures: int = 0
     """In a row."""
-    said: str = ""
+    reported_failure: str = ""
     """Why this life can't go on, in its own words."""
-    cause: str = ""
+    previous_failure: str = ""
     """What the life before said."""
-    hosted: ProcessHandle | None = None
+    handle: ProcessHandle | None = None
     """This life, as its host knows it."""
     channel: Channel[FromWorker] | None = None
     """None: it has not connected yet, or is no more."""
-    born: float = 0.0
-    heard: float | None = None
+    started_at: float = 0.0
+    last_message_at: float | None = None
     """When this life last said something; None: never yet."""
     restart_at: float | None = None
     given_up: bool = False
-    last_words: str = ""
+    last_failure: str = ""
     busy: set[int] = field(default_factory=set)
 
     @property
     def name(self) -> str:
         """Of this life."""
-        return f"{self.place}.{self.life}"
+        return f"{self.worker_id}.{self.incarnation}"
 
     @property
     def machine(self) -> str:
         """Where it is."""
-        return "" if self.hosted is None else self.hosted.machine
+        return "" if self.handle is None else self.handle.node
 
     def send(self, message: Message) -> None:
         """To a process that is not there, nothing is sent: whoever waits for an answer has a deadline."""
@@ -84,12 +84,12 @@ class ProcessManager:
         self,
         folder: RunDir,
         config: RunConfig,
-        host: Backend,
+        backend: Backend,
         origin: Nanoseconds,
-        lives: Mapping[str, int],
+        incarnations: Mapping[str, int],
     ) -> None:
-        self.host = host
-        self._lives = dict(lives)
+        self.backend = backend
+        self._incarnations = dict(incarnations)
         self._folder = folder
         self._config = config
         self._origin = origin
@@ -98,19 +98,21 @@ class ProcessManager:
         self._woken.setblocking(False)
         self._wake.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self.all: list[WorkerProcess] = []
-        host.begin_with(self.wake)
+        self.workers: list[WorkerProcess] = []
+        backend.on_connect(self.wake)
 
-    def start(self, role: str, place: str, *, rank: int = 0, ranks: int = 1) -> WorkerProcess:
+    def start(self, role: str, worker_id: str, *, rank: int = 0, ranks: int = 1) -> WorkerProcess:
         """Fill a place."""
-        process = WorkerProcess(role, place, rank=rank, ranks=ranks, life=self._lives.get(place, 0))
-        self.all.append(process)
+        process = WorkerProcess(
+            role, worker_id, rank=rank, ranks=ranks, incarnation=self._incarnations.get(worker_id, 0)
+        )
+        self.workers.append(process)
         self._spawn(process)
         return process
 
     def cores(self, machine: str) -> int:
         """That rollout and training share there."""
-        return self._config.threads or self.host.cores(machine)
+        return self._config.threads or self.backend.cores(machine)
 
     def wake(self) -> None:
         """End a `wait` from another thread."""
@@ -120,7 +122,7 @@ class ProcessManager:
     def wait(self, seconds: float) -> list[tuple[WorkerProcess, list[FromWorker]]]:
         """What processes have said, waiting at most so long for the first to speak."""
         now = time.monotonic()
-        for process in self.all:
+        for process in self.workers:
             if process.restart_at is not None and process.restart_at <= now:
                 self._spawn(process)
             elif process.restart_at is not None:
@@ -142,36 +144,36 @@ class ProcessManager:
                 heard.append((process, self._receive(process)))
         return heard
 
-    def silent(self, start: float, beat: float) -> list[tuple[WorkerProcess, str]]:
+    def unresponsive(self, start: float, beat: float) -> list[tuple[WorkerProcess, str]]:
         """Who has not come up in so many seconds, or is an instance and has not been heard of for so many."""
         now = time.monotonic()
         found = []
-        for process in self.all:
-            if process.hosted is None:
+        for process in self.workers:
+            if process.handle is None:
                 continue
-            if trouble := process.hosted.trouble():
-                found.append((process, process.said or trouble))
-            elif process.hosted.waits:
-                process.born = now  # for room: nobody's failure, and no deadline
-            elif process.heard is None:
-                if now - process.born > start:
+            if failure := process.handle.failure():
+                found.append((process, process.reported_failure or failure))
+            elif process.handle.pending:
+                process.started_at = now  # for room: nobody's failure, and no deadline
+            elif process.last_message_at is None:
+                if now - process.started_at > start:
                     found.append((process, f"it did not come up within {start:g} s"))
-            elif process.role == "instance" and now - process.heard > beat:
+            elif process.role == "instance" and now - process.last_message_at > beat:
                 found.append((process, f"no sign of life for {beat:g} s"))
         return found
 
-    def bury(self, process: WorkerProcess, reason: str, *, by_question: bool = False) -> bool:
+    def lost(self, process: WorkerProcess, reason: str, *, by_question: bool = False) -> bool:
         """The process has ended, or shall: make sure of it and plan its next life; False if it is given up."""
         self._kill(process)
         if by_question:
-            process.cause = process.said = ""
+            process.previous_failure = process.reported_failure = ""
             process.restart_at = time.monotonic()
             return True
-        soon = time.monotonic() - process.born <= _SOUND
-        again = bool(process.said) and process.said == process.cause
+        soon = time.monotonic() - process.started_at <= _SOUND
+        again = bool(process.reported_failure) and process.reported_failure == process.previous_failure
         process.failures = process.failures + 1 if soon or again else 1
-        process.cause, process.said = process.said, ""
-        process.last_words = reason
+        process.previous_failure, process.reported_failure = process.reported_failure, ""
+        process.last_failure = reason
         if process.failures > self._config.supervision.restarts:
             process.given_up = True
             return False
@@ -179,51 +181,51 @@ class ProcessManager:
         process.restart_at = time.monotonic() + pause
         return True
 
-    def start_again_with(self, other: WorkerProcess, process: WorkerProcess) -> None:
+    def restart_with(self, other: WorkerProcess, process: WorkerProcess) -> None:
         """A process that is of no use without the other ends and begins with it."""
         self._kill(process)
         process.restart_at, process.given_up = other.restart_at, other.given_up
 
-    def dismiss(self, process: WorkerProcess) -> None:
+    def remove(self, process: WorkerProcess) -> None:
         """The process shall end, and its place with it; should the place be filled again, it is by another life."""
         self._kill(process)
-        self._lives[process.place] = process.life
-        self.all.remove(process)
-        self.host.leave(process.place)
+        self._incarnations[process.worker_id] = process.incarnation
+        self.workers.remove(process)
+        self.backend.release(process.worker_id)
 
     def stop(self, *, patience: float) -> None:
         """End all: those who hear it within so many seconds, by themselves."""
-        for process in self.all:
+        for process in self.workers:
             process.restart_at = None
             process.send(StopWorker())
         end = time.monotonic() + patience
-        while time.monotonic() < end and any(process.hosted and process.hosted.alive() for process in self.all):
-            for process in self.all:
+        while time.monotonic() < end and any(process.handle and process.handle.alive() for process in self.workers):
+            for process in self.workers:
                 if process.channel is not None:
                     process.channel.flush()
             time.sleep(0.02)
-        for process in self.all:
+        for process in self.workers:
             self._kill(process)
-        self.host.close()
+        self.backend.close()
         self._selector.close()
         self._woken.close()
         self._wake.close()
 
     def _spawn(self, process: WorkerProcess) -> None:
-        process.life += 1
+        process.incarnation += 1
         process.restart_at = None
-        process.born = time.monotonic()
-        process.heard = None
-        process.said = ""
+        process.started_at = time.monotonic()
+        process.last_message_at = None
+        process.reported_failure = ""
         process.busy = set()
-        process.hosted = self.host.begin(process.role, process.place, process.name)
+        process.handle = self.backend.start(process.role, process.worker_id, process.name)
         self._connect(process)
 
     def _connect(self, process: WorkerProcess) -> None:
         """Take up the connection to a process that has come up, and tell it who it is."""
-        if process.channel is not None or process.hosted is None or process.hosted.link is None:
+        if process.channel is not None or process.handle is None or process.handle.link is None:
             return
-        process.channel = Channel(process.hosted.link, FromWorker)  # type: ignore[arg-type]
+        process.channel = Channel(process.handle.link, FromWorker)  # type: ignore[arg-type]
         self._selector.register(process.channel, selectors.EVENT_READ, process)
         process.send(
             StartWorker(
@@ -244,7 +246,7 @@ class ProcessManager:
         """Who consumes comes first: the trainer takes what it needs of shared cores, rollout has all the rest."""
         if process.role != "instance":
             return 0
-        overlap = self._config.control.mode != "sync" or process.place == "evaluator"
+        overlap = self._config.control.mode != "sync" or process.worker_id == "evaluator"
         return niceness(self.cores(process.machine), self._config.rollout.instances, overlap=overlap)
 
     def _receive(self, process: WorkerProcess) -> list[FromWorker]:
@@ -253,11 +255,11 @@ class ProcessManager:
         try:
             said = process.channel.receive()
         except ChannelError as error:
-            process.said = str(error)
+            process.reported_failure = str(error)
             process.channel.closed = True
             return []
         if said:
-            process.heard = time.monotonic()
+            process.last_message_at = time.monotonic()
         return said
 
     def _kill(self, process: WorkerProcess) -> None:
@@ -265,6 +267,6 @@ class ProcessManager:
             self._selector.unregister(process.channel)
             process.channel.close()
             process.channel = None
-        if process.hosted is not None:
-            process.hosted.end()
-            process.hosted = None
+        if process.handle is not None:
+            process.handle.kill()
+            process.handle = None

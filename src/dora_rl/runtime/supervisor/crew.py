@@ -47,7 +47,7 @@ class Crew:
         """The first rank waits for the others there."""
         self._meeting = m.JoinRanks(address=meeting.address, port=meeting.port)
         for process in self.ranks:
-            if process.heard is not None:
+            if process.last_message_at is not None:
                 process.send(self._meeting)
 
     def rank_ready(self, process: WorkerProcess) -> None:
@@ -60,11 +60,11 @@ class Crew:
         self.training = 0
         self._meeting = None
         for process in self.ranks:
-            self._processes.start_again_with(self.trainer, process)
+            self._processes.restart_with(self.trainer, process)
 
     def begin_instance(self) -> None:
         """At the first place that is free."""
-        taken = {process.place for process in self.places}
+        taken = {process.worker_id for process in self.places}
         place = next(f"i{number}" for number in itertools.count() if f"i{number}" not in taken)
         process = self._processes.start("instance", place)
         self.places.append(process)
@@ -74,7 +74,7 @@ class Crew:
         """An instance has ended; its next life is known by the name that it will have."""
         self._instances = {name: one for name, one in self._instances.items() if one is not process}
         if again:
-            self._fill(process, life=process.life + 1)
+            self._fill(process, incarnation=process.incarnation + 1)
 
     def instance(self, name: InstanceId) -> WorkerProcess | None:
         process = self._instances.get(name)
@@ -106,8 +106,8 @@ class Crew:
                     process, max(1, shares.trainer // (1 + len(self.ranks))) if trains_here else shares.instance
                 )
 
-    def _fill(self, process: WorkerProcess, life: int | None = None) -> None:
-        self._instances[f"{process.place}.{life or process.life}"] = process
+    def _fill(self, process: WorkerProcess, incarnation: int | None = None) -> None:
+        self._instances[f"{process.worker_id}.{incarnation or process.incarnation}"] = process
 
 
 def _set_threads(process: WorkerProcess, threads: int) -> None:

@@ -32,7 +32,7 @@ class Doing:
         self._noting = noting
         config = parts.config
         self._sampling = config.request_sampling(parts.text.stop_ids)
-        self.moves = Moves(parts.crew.instance, parts.happen, parts.processes.host.give_up)
+        self.moves = Moves(parts.crew.instance, parts.happen, parts.processes.backend.discard_kv)
         self.turns: EnvSessions | None = None
         if config.environment.kind is not None:
             self.turns = EnvSessions(
@@ -192,7 +192,7 @@ class Doing:
         store = self._parts.store
         try:
             store.retire(version)
-            self._parts.processes.host.retired(version)
+            self._parts.processes.backend.version_retired(version)
             self._retiring.discard(version)
         except StoreError:
             # An evaluation may still hold it; one that was freed before a crash is gone already.

@@ -42,7 +42,7 @@ class Hearing:
                     f"{message.reason}; the checkpoint before it is kept: begin a new run from that with a lower "
                     "trainer.optimiser.learning_rate, or mend what made these trajectories and resume the run"
                 )
-            process.said = message.reason
+            process.reported_failure = message.reason
             parts.notice(f"{process.name}: {message.reason}")
         elif process.role == "reward":
             if isinstance(message, m.WorkerReady):

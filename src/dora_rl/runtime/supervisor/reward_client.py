@@ -47,7 +47,7 @@ class RewardClient:
 
     def __init__(self, processes: ProcessManager, count: int, concurrency: int = 1) -> None:
         started = [processes.start("reward", f"reward{number}") for number in range(count)]
-        self._workers = {worker.place: worker for worker in started}
+        self._workers = {worker.worker_id: worker for worker in started}
         self._concurrency = concurrency
         self._ready: set[str] = set()
         self._waiting: deque[_Question] = deque()
@@ -83,16 +83,16 @@ class RewardClient:
 
     def asked(self, process: WorkerProcess) -> bool:
         """It has a question to answer."""
-        return bool(self._asked[process.place])
+        return bool(self._asked[process.worker_id])
 
     def ready(self, process: WorkerProcess) -> None:
-        self._ready.add(process.place)
+        self._ready.add(process.worker_id)
         self._hand_out()
 
     def replied(self, process: WorkerProcess, message: Reply) -> None:
-        question = self._asked[process.place].pop(message.item, None)
+        question = self._asked[process.worker_id].pop(message.item, None)
         if question is not None:
-            self._again[process.place] -= question.tries > 1
+            self._again[process.worker_id] -= question.tries > 1
             process.failures = 0
             self._guard.answered(question.item, message.failed)
             self._answer(question, message)
@@ -100,16 +100,16 @@ class RewardClient:
 
     def lost(self, process: WorkerProcess) -> None:
         """A judge has died; what it was asked is asked once more, then it is to blame."""
-        self._ready.discard(process.place)
-        for session in [session for session, home in self._homes.items() if home == process.place]:
+        self._ready.discard(process.worker_id)
+        for session in [session for session, home in self._homes.items() if home == process.worker_id]:
             self._forget(session)
-        asked = self._asked[process.place]
+        asked = self._asked[process.worker_id]
         for question in reversed(asked.values()):
             if question.tries < _TRIES:
                 self._waiting.appendleft(question)
         blamed = [question for question in asked.values() if question.tries >= _TRIES]
         asked.clear()
-        self._again[process.place] = 0
+        self._again[process.worker_id] = 0
         for question in blamed:
             what = "reward" if isinstance(question.message, m.ScoreRequest) else "environment"
             self._fail(question, f"the process died in which the {what} ran")

@@ -68,8 +68,8 @@ class Run:
         self.config = folder.read()
         with contextlib.ExitStack() as undo:
             self._lock = undo.enter_context(_lock(folder))
-            self._host = machine.host(folder)
-            undo.callback(self._host.close)
+            self._backend = machine.backend(folder)
+            undo.callback(self._backend.close)
             self._wire(notice, machine, undo)
             undo.pop_all()
 
@@ -90,7 +90,7 @@ class Run:
         self._provenance.check()
         past = self._replay()
         origin = machine.clock() - past.at
-        self._processes = ProcessManager(folder, self.config, self._host, origin, past.lives)
+        self._processes = ProcessManager(folder, self.config, self._backend, origin, past.incarnations)
         store = folder.store(self.config)
         self.recorder = MetricsRecorder(folder, trackers(folder, self.config), past.at)
         self.world = Supervisor(
@@ -119,7 +119,7 @@ class Run:
                 self.world.again([*self._past.losses(), *changed], self._past.open_commands())
             if not self.orchestrator.finished or not self._saved() or self.world.evaluating:
                 self.world.begin(
-                    None if self.orchestrator.finished else Scaling(self.folder, self._host, self.world.rescaled)
+                    None if self.orchestrator.finished else Scaling(self.folder, self._backend, self.world.rescaled)
                 )
                 drive(_Watched(self.orchestrator, watch), self.world)
         finally:
@@ -233,7 +233,7 @@ class _Past:
         self.at: Nanoseconds = 0
         self.held: set[Version] = set()
         """Versions that were published and not retired."""
-        self.lives: dict[str, int] = {}
+        self.incarnations: dict[str, int] = {}
         """The last life of each place: names are never used again."""
         self.bound: int | None = None
         """K, if it was changed."""
@@ -247,8 +247,8 @@ class _Past:
         match event:
             case e.InstanceJoined(spec=spec):
                 self._instances[spec.instance] = None
-                place, _, life = spec.instance.rpartition(".")
-                self.lives[place] = max(int(life), self.lives.get(place, 0))
+                worker_id, _, incarnation = spec.instance.rpartition(".")
+                self.incarnations[worker_id] = max(int(incarnation), self.incarnations.get(worker_id, 0))
             case e.InstanceLost(instance=instance):
                 self._instances.pop(instance, None)
             case e.Scored(trajectory=trajectory) | e.TrajectoryFailed(trajectory=trajectory):

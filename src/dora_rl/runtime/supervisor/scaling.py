@@ -17,9 +17,9 @@ from dora_rl.runtime.run_dir import RunDir
 class Scaling:
     """Looks for the number."""
 
-    def __init__(self, folder: RunDir, host: Backend, changed: Callable[[int, int], None] = lambda *_: None) -> None:
+    def __init__(self, folder: RunDir, backend: Backend, changed: Callable[[int, int], None] = lambda *_: None) -> None:
         self._folder = folder
-        self._host = host
+        self._backend = backend
         self._changed = changed
         """Called with the number before and after, when somebody has written another."""
         self._seen: tuple[int, int] | None = None
@@ -27,8 +27,8 @@ class Scaling:
 
     def wanted(self) -> int:
         """Instances."""
-        room = self._host.room()
-        return self._written() if room is None else room
+        capacity = self._backend.capacity()
+        return self._written() if capacity is None else capacity
 
     def _written(self) -> int:
         status = self._folder.config.stat()

@@ -221,7 +221,7 @@ class Supervisor:
         if self._deferred or self.evaluating:
             return False
         trainer = self._parts.crew.trainer
-        if trainer.channel is None or trainer.heard is None:
+        if trainer.channel is None or trainer.last_message_at is None:
             return False  # there is nobody to ask yet; a trainer that comes up has a deadline for that
         if self._saving is None:
             self._saving = time.monotonic()
@@ -248,7 +248,7 @@ class Supervisor:
                 if process.channel is not None:  # it may have been given up meanwhile, with what it said
                     self._hearing.take(process, message)
             if process.channel is not None and process.channel.closed:
-                self._lost(process, process.said or "its process ended")
+                self._lost(process, process.reported_failure or "its process ended")
         self._release()
         for process in parts.judges.overdue():
             self._lost(process, "it hung over a reward", by_question=True)
@@ -265,8 +265,8 @@ class Supervisor:
         self._doing.retire_again()
         self._scale()
         self._see_to_evaluation()
-        for process, reason in parts.processes.silent(self._deadlines.load, self._deadlines.heartbeat):
-            if process.hosted is not None:  # ranks are lost together
+        for process, reason in parts.processes.unresponsive(self._deadlines.load, self._deadlines.heartbeat):
+            if process.handle is not None:  # ranks are lost together
                 self._lost(process, reason)
         if parts.ledger.trouble != self._troubled:
             self._troubled = parts.ledger.trouble
@@ -280,9 +280,9 @@ class Supervisor:
         stuck = None if evaluation is None else evaluation.overdue(patience)
         if evaluation is None or stuck is None:
             return
-        waits = stuck.hosted is not None and stuck.hosted.waits
+        waits = stuck.handle is not None and stuck.handle.pending
         why = "there was no room for it" if waits else "it got nowhere"
-        self._parts.processes.dismiss(stuck)
+        self._parts.processes.remove(stuck)
         evaluation.give_up()
         reason = f"{why} for {patience:g} s (deadlines.load and deadlines.train)"
         self._parts.recorder.note("lost", self.now(), who=stuck.name, reason=reason)
@@ -307,12 +307,12 @@ class Supervisor:
         """A process has ended, or is to end, without being asked to; perhaps over a question to user code."""
         parts = self._parts
         if process.role == "rank":
-            parts.crew.trainer.said = parts.crew.trainer.said or process.said
+            parts.crew.trainer.reported_failure = parts.crew.trainer.reported_failure or process.reported_failure
             process, reason = parts.crew.trainer, f"{process.name}: {reason}"
         name = process.name
         if process.role == "reward":
             by_question = by_question or parts.judges.asked(process)
-        again = parts.processes.bury(process, reason, by_question=by_question)
+        again = parts.processes.lost(process, reason, by_question=by_question)
         parts.recorder.note("lost", self.now(), who=name, reason=reason)
         fate = "it is started again" if again else "it is given up after too many failures"
         parts.notice(f"{name} is lost: {reason}; {fate}")
@@ -351,7 +351,7 @@ class Supervisor:
 
     def _dismiss(self, process: WorkerProcess) -> None:
         """An instance leaves: to the orchestrator it is lost, and its requests go on elsewhere from their tokens."""
-        self._parts.processes.dismiss(process)
+        self._parts.processes.remove(process)
         reason = "the run has fewer instances now"
         self._parts.recorder.note("left", self.now(), who=process.name)
         self._parts.notice(f"{process.name} leaves: {reason}")
@@ -359,13 +359,13 @@ class Supervisor:
 
     def _go_on_without(self, process: WorkerProcess) -> None:
         parts = self._parts
-        left = [one for one in parts.processes.all if one.role == process.role and not one.given_up]
+        left = [one for one in parts.processes.workers if one.role == process.role and not one.given_up]
         if parts.evaluation is not None:
             left = [one for one in left if not parts.evaluation.owns(one)]
         if not left:
             raise RunError(
-                f"no {process.role} worker is left: {process.place} failed {process.failures} times in a row, last "
-                f"with: {process.last_words}; see {process.place}.log in the run's logs, then resume the run"
+                f"no {process.role} worker is left: {process.worker_id} failed {process.failures} times in a row, last "
+                f"with: {process.last_failure}; see {process.worker_id}.log in the run's logs, then resume the run"
             )
         if process.role != "trainer":
             parts.notice(f"the run goes on with {len(left)} {process.role}{'s' if len(left) > 1 else ''}")

@@ -54,22 +54,22 @@ class RayProcess:
         self._kernel = kernel
         self._pid: int | None = None
         self.link: socket.socket | None = None
-        self.machine = ""
+        self.node = ""
 
     def connected(self, hello: Hello, link: socket.socket) -> None:
         """It has come up."""
-        self.machine = hello.node
+        self.node = hello.node
         self._pid = hello.pid if hello.kernel == self._kernel else None
         self.link = link
 
     @property
-    def waits(self) -> bool:
+    def pending(self) -> bool:
         return self.link is None and placement_group_table(self._group).get("state") != "CREATED"
 
     def alive(self) -> bool:
         return not ray.wait([self._served], timeout=0)[0]
 
-    def trouble(self) -> str:
+    def failure(self) -> str:
         if self.alive():
             return ""
         try:
@@ -78,7 +78,7 @@ class RayProcess:
             return f"Ray says: {str(error).splitlines()[0]}"
         return "its process ended"
 
-    def end(self) -> None:
+    def kill(self) -> None:
         self._forget()
         ray.kill(self._actor, no_restart=True)
         if self._pid is not None and _kill(self._pid):
@@ -116,13 +116,13 @@ class RayBackend:
         self._door = Rendezvous(self._let_in)
         self._clear()
 
-    def begin_with(self, wake: Callable[[], None]) -> None:
+    def on_connect(self, wake: Callable[[], None]) -> None:
         self._wake = wake
 
-    def begin(self, role: str, place: str, name: str) -> RayProcess:
+    def start(self, role: str, worker_id: str, name: str) -> RayProcess:
         role = "trainer" if role == "rank" else role
         need: NeedConfig = getattr(self._config, role)
-        group = self._group(role, place, need)
+        group = self._group(role, worker_id, need)
         options = {
             "num_cpus": need.num_cpus,
             "num_gpus": need.num_gpus,
@@ -131,47 +131,47 @@ class RayBackend:
             "max_task_retries": 0,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
         }
-        log = str(self._folder.logs.resolve() / f"{place}.log")
+        log = str(self._folder.logs.resolve() / f"{worker_id}.log")
         actor = ray.remote(WorkerActor).options(**options).remote(self._supervisor, role, self._door.expect(name), log)
         served = actor.serve.remote()
         self._hosted[name] = hosted = RayProcess(actor, served, group, self._kernel, lambda: self._forget(name))
         return hosted
 
-    def cores(self, machine: str) -> int:
-        return self._cores.get(machine, 1)
+    def cores(self, node: str) -> int:
+        return self._cores.get(node, 1)
 
-    def room(self) -> int | None:
+    def capacity(self) -> int | None:
         """How many instances the cluster has room for, if it is to be filled."""
         return room(self._run, self._node) if self._config.instances == "all" else None
 
-    def retired(self, version: Version) -> None:
+    def version_retired(self, version: Version) -> None:
         self._shelf.retired(version)
 
-    def give_up(self, bundle: str) -> None:
-        self._shelf.take(bundle)
+    def discard_kv(self, name: str) -> None:
+        self._shelf.take(name)
 
-    def leave(self, place: str) -> None:
-        group = self._groups.pop(place, None)
+    def release(self, worker_id: str) -> None:
+        group = self._groups.pop(worker_id, None)
         if group is not None:
             remove_placement_group(group)
 
     def close(self) -> None:
         self._door.close()
-        for place in list(self._groups):
-            self.leave(place)
+        for worker_id in list(self._groups):
+            self.release(worker_id)
 
     def door(self, address: str) -> tuple[str, int]:
         """Where a process of this node of the cluster knocks."""
         here = LOOPBACK if address in (self._here, LOOPBACK) else self._here
         return here, self._door.listen(here)
 
-    def _group(self, role: str, place: str, need: NeedConfig) -> Any:
-        if place not in self._groups:
+    def _group(self, role: str, worker_id: str, need: NeedConfig) -> Any:
+        if worker_id not in self._groups:
             pinned = role == "trainer" and not self._config.shared_folder
             where = {"bundle_label_selector": [{"ray.io/node-id": self._node}]} if pinned else {}
-            name = f"{self._mine}{place}:{self._life}"
-            self._groups[place] = placement_group([need.bundle()], strategy="PACK", name=name, **where)
-        return self._groups[place]
+            name = f"{self._mine}{worker_id}:{self._life}"
+            self._groups[worker_id] = placement_group([need.bundle()], strategy="PACK", name=name, **where)
+        return self._groups[worker_id]
 
     def _clear(self) -> None:
         """Remove what an earlier supervisor of this run has left."""
@@ -202,5 +202,5 @@ class RayMachine(Machine):
 
     cluster: RayBackend
 
-    def host(self, folder: RunDir) -> RayBackend:  # noqa: ARG002
+    def backend(self, run_dir: RunDir) -> RayBackend:  # noqa: ARG002
         return self.cluster
