@@ -1,4 +1,4 @@
-"""Generated tokens: the one form in which they go from the engine to the trainer, in memory and on the wire.
+"""Tokens of a response, in the one form that they have from the engine to the trainer, in memory and on the wire.
 
 Invariants:
 - a chunk is a run of consecutive tokens of one trajectory: all sampled by one version, or all from the environment;
@@ -65,7 +65,7 @@ class TokenChunk(Record, frozen=True, kw_only=True):
         model_logprobs: ArrayLike | None = None,
         prompt_experts: Any = None,
     ) -> TokenChunk:
-        """A chunk from arrays. Tokens of the environment have no log-probs: zeros stand for them."""
+        """Make a chunk from arrays. Tokens of the environment have no log-probs and get zeros."""
         ids = np.ascontiguousarray(tokens, dtype=np.int32)
         chosen = np.zeros(len(ids), dtype=np.float32) if logprobs is None else logprobs
         recorded = experts if experts is not None else prompt_experts
@@ -112,7 +112,7 @@ class TokenChunk(Record, frozen=True, kw_only=True):
         return self._experts(self.prompt_expert_data)
 
     def for_training(self) -> TokenChunk:
-        """The chunk without the fields that only callers of an engine read."""
+        """The chunk without the fields that training does not read."""
         if not self.model_logprob_data and not self.prompt_expert_data:
             return self
         return msgspec.structs.replace(self, model_logprob_data=b"", prompt_expert_data=b"")
@@ -122,7 +122,11 @@ class TokenChunk(Record, frozen=True, kw_only=True):
 
 
 def joined(chunks: Iterable[TokenChunk]) -> Iterator[TokenChunk]:
-    """The same tokens in as few chunks as possible; chunks of one trajectory come in the order of their tokens."""
+    """Join neighbouring chunks wherever one continues the other.
+
+    A chunk that differs from the one before it in trajectory, attempt, version, origin or recorded fields, or that does
+    not start where that one ends, stays apart.
+    """
     run: list[TokenChunk] = []
     for chunk in chunks:
         if run and not _continues(run[-1], chunk):
@@ -139,6 +143,7 @@ def _continues(before: TokenChunk, chunk: TokenChunk) -> bool:
         and (chunk.trajectory, chunk.attempt, chunk.version) == (before.trajectory, before.attempt, before.version)
         and (chunk.sampled, chunk.expert_shape) == (before.sampled, before.expert_shape)
         and not chunk.prompt_expert_data
+        and bool(chunk.expert_data) == bool(before.expert_data)
         and bool(chunk.model_logprob_data) == bool(before.model_logprob_data)
     )
 

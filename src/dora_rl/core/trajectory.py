@@ -1,8 +1,8 @@
-"""What rollout hands to training: trajectories and the groups that they come in.
+"""The records that are trained on: trajectories, and the groups that they come in.
 
-Invariants, checked when a record is made, so that a bad one cannot be written down:
+Invariants, checked when a record is made, so that no bad record exists:
 
-- every per-token array has the length of `tokens`; the arrays are read-only from then on;
+- every per-token array has the length of `tokens`; the arrays are read-only;
 - the first token is never trained: nothing predicts it;
 - a trained token has a finite behaviour log-prob of at most zero, under the one version that the trajectory names;
 - the siblings of a group have one version.
@@ -12,15 +12,17 @@ Shapes: T tokens of prompt and responses together, L layers with routed experts,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
 from dora_rl.core.errors import TrajectoryError
+from dora_rl.core.tokens import TokenChunk
 from dora_rl.core.types import GroupId, Record, TrajectoryId, Version
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from numpy.typing import ArrayLike, NDArray
 
 StopReason: TypeAlias = Literal["stop", "length", "environment"]
 
@@ -34,15 +36,41 @@ class Trajectory(Record, frozen=True, kw_only=True, eq=False):
     id: TrajectoryId
     version: Version
     tokens: NDArray[np.int32]
-    """[T] prompt, then what the policy and its environment said."""
+    """[T] the prompt, then the response: tokens of the policy and of its environment."""
     loss_mask: NDArray[np.bool_]
-    """[T] true where the policy sampled the token and shall be trained on it."""
+    """[T] true where the policy sampled the token, which is then trained."""
     behaviour_logprobs: NDArray[np.float32]
-    """[T] log-prob of each trained token under the distribution that it was sampled from; unread elsewhere."""
+    """[T] log-prob of each trained token under the distribution that it was sampled from; not read elsewhere."""
     reward: float
     stop_reason: StopReason = "stop"
     routed_experts: NDArray[np.int16] | None = None
-    """[T, L, E] the experts that rollout used for each token, -1 where it did not say (the last token)."""
+    """[T, L, E] the experts that rollout routed each token to, -1 where they are not recorded (the last token)."""
+
+    @classmethod
+    def from_chunks(
+        cls,
+        id: TrajectoryId,  # noqa: A002 - the name of the field
+        version: Version,
+        prompt: ArrayLike,
+        chunks: Sequence[TokenChunk],
+        reward: float,
+        stop_reason: StopReason,
+    ) -> Trajectory:
+        """Make the record from a prompt and the chunks of the whole response, in order."""
+        prompt = np.asarray(prompt, dtype=np.int32)
+        _check_response(id, len(prompt), chunks)
+        return cls(
+            id=id,
+            version=version,
+            tokens=np.concatenate([prompt, *(chunk.tokens for chunk in chunks)]),
+            loss_mask=np.repeat([False, *(chunk.sampled for chunk in chunks)], [len(prompt), *map(len, chunks)]),
+            behaviour_logprobs=np.concatenate(
+                [np.zeros(len(prompt), dtype=np.float32), *(chunk.logprobs for chunk in chunks)]
+            ),
+            reward=reward,
+            stop_reason=stop_reason,
+            routed_experts=_routed_experts(len(prompt), chunks),
+        )
 
     def __post_init__(self) -> None:
         length = len(self.tokens)
@@ -92,3 +120,32 @@ class Group(Record, frozen=True, kw_only=True, eq=False):
     @property
     def version(self) -> Version:
         return self.trajectories[0].version
+
+
+def _check_response(trajectory: TrajectoryId, prompt_length: int, chunks: Sequence[TokenChunk]) -> None:
+    if not prompt_length:
+        raise TrajectoryError(f"trajectory {trajectory} has no prompt")
+    end = 0
+    for chunk in chunks:
+        if chunk.trajectory != trajectory:
+            raise TrajectoryError(f"trajectory {trajectory} was given tokens of trajectory {chunk.trajectory}")
+        if chunk.start != end:
+            raise TrajectoryError(
+                f"trajectory {trajectory}: a chunk starts at token {chunk.start} of the response, not {end}"
+            )
+        end = chunk.end
+    if len({chunk.expert_shape for chunk in chunks if chunk.expert_data}) > 1:
+        raise TrajectoryError(
+            f"trajectory {trajectory}: its experts are recorded for different numbers of layers or experts"
+        )
+
+
+def _routed_experts(prompt_length: int, chunks: Sequence[TokenChunk]) -> NDArray[np.int16] | None:
+    """A chunk records, for each token, the forward pass that gave its logits: the pass over the token before it."""
+    recorded = [chunk for chunk in chunks if chunk.expert_data]
+    if not recorded:
+        return None
+    experts = np.full((prompt_length + chunks[-1].end, *recorded[0].expert_shape), -1, dtype=np.int16)
+    for chunk in recorded:
+        experts[prompt_length + chunk.start - 1 : prompt_length + chunk.end - 1] = chunk.experts
+    return experts
