@@ -142,10 +142,11 @@ def _check_response(trajectory: TrajectoryId, prompt_length: int, chunks: Sequen
 
 def _routed_experts(prompt_length: int, chunks: Sequence[TokenChunk]) -> NDArray[np.int16] | None:
     """A chunk records, for each token, the forward pass that gave its logits: the pass over the token before it."""
-    recorded = [chunk for chunk in chunks if chunk.expert_data]
+    recorded = [(chunk, chunk.experts) for chunk in chunks if chunk.expert_data]
     if not recorded:
         return None
-    experts = np.full((prompt_length + chunks[-1].end, *recorded[0].expert_shape), -1, dtype=np.int16)
-    for chunk in recorded:
-        experts[prompt_length + chunk.start - 1 : prompt_length + chunk.end - 1] = chunk.experts
-    return experts
+    placed = np.full((prompt_length + chunks[-1].end, *recorded[0][0].expert_shape), -1, dtype=np.int16)
+    for chunk, experts in recorded:
+        assert experts is not None
+        placed[prompt_length + chunk.start - 1 : prompt_length + chunk.end - 1] = experts
+    return placed
