@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dora_rl.core.trajectory import Group
-from dora_rl.trainer.algorithms import ALGORITHMS
+from dora_rl.trainer.algorithms import all_algorithms
 from dora_rl.trainer.config import AlgorithmConfig
 from dora_rl.trainer.objective import References, micro_loss
 from dora_rl.trainer.packing import pack
@@ -42,7 +42,7 @@ def settings_of(name: str) -> dict[str, Any]:
     return {"algorithm": {"name": name, "constant_length": CONSTANT}}
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", all_algorithms())
 def test_packed_gradient_equals_one_padded_batch_of_the_plain_formula(name: str) -> None:
     noise = 0.001 if name == "gspo" else 0.4  # so that ratios fall on both sides of the bounds
     batch = groups(model=llama(), noise=noise)
@@ -82,7 +82,7 @@ def test_gradient_checkpointing_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("correction", ["none", "token_truncate", "sequence_truncate", "token_mask", "sequence_mask"])
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", all_algorithms())
 def test_gradients_of_every_loss_against_finite_differences(name: str, correction: str) -> None:
     """In double precision, with respect to log-probs and entropies of each token, away from the kinks of clips."""
     config = AlgorithmConfig.model_validate(

@@ -451,7 +451,8 @@ def test_schedules(schedule: str, shares: list[float | None]) -> None:
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        ({"algorithm": {"name": "grpoo"}}, "there is no algorithm 'grpoo'; did you mean 'grpo'"),
+        ({"algorithm": {"name": "grpoo"}}, "'algorithm.name': must be a known algorithm such as 'grpo', not 'grpoo'"),
+        ({"algorithm": {"name": "best"}}, "'algorithm.name': must be one of cispo, dapo, .*, supervised, not 'best'"),
         ({"algorithm": {"name": "dr_grpo"}}, "set constant_length"),
         ({"optimiser": {"schedule": "cosine"}}, "needs total_updates"),
         ({"optimizer": {}}, "did you mean 'optimiser'"),

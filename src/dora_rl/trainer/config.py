@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from dora_rl.core.config import Config
-from dora_rl.trainer.algorithms import find
+from dora_rl.trainer.algorithms import all_algorithms, get_algorithm
 from dora_rl.trainer.algorithms.algorithm import Aggregation, Clip, Correction
 
 
 class AlgorithmConfig(Config):
     """What is optimised. What is left out is the algorithm's own."""
 
-    name: str = "grpo"
-    """One of: cispo, dapo, dr_grpo, grpo, gspo, longcat, reinforce_pp, reinforce_pp_baseline, rloo, supervised."""
+    name: str = Field(default="grpo", description=f"One of: {', '.join(all_algorithms())}.")
     aggregation: Aggregation | None = None
     """How token losses are averaged."""
     constant_length: int | None = Field(default=None, gt=0)
@@ -40,6 +39,11 @@ class AlgorithmConfig(Config):
     """A group whose advantages are all zero counts in the average like any other, or is left out of it. Where its
     gradient is zero, it is not computed."""
 
+    @field_validator("name")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        return get_algorithm(name).name
+
     @model_validator(mode="after")
     def _complete(self) -> Self:
         if self.averaging == "constant_length" and self.constant_length is None:
@@ -49,12 +53,12 @@ class AlgorithmConfig(Config):
     @property
     def averaging(self) -> Aggregation:
         """How token losses are averaged, set or usual."""
-        return self.aggregation or find(self.name).aggregation
+        return self.aggregation or get_algorithm(self.name).aggregation
 
     @property
     def bounds(self) -> Clip:
         """The algorithm's clip with what is set here."""
-        usual = find(self.name).clip
+        usual = get_algorithm(self.name).clip
         return Clip(
             usual.low if self.clip_low is None else self.clip_low,
             usual.high if self.clip_high is None else self.clip_high,
@@ -147,4 +151,4 @@ class TrainerConfig(Config):
     @property
     def streams(self) -> bool:
         """Gradients can be computed as groups come: one update, and advantages that need only their own group."""
-        return self.mini_batches == self.epochs == 1 and find(self.algorithm.name).scope == "group"
+        return self.mini_batches == self.epochs == 1 and get_algorithm(self.algorithm.name).scope == "group"

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dora_rl.trainer.algorithms import find
+from dora_rl.trainer.algorithms import get_algorithm
 from dora_rl.trainer.algorithms.algorithm import TokenBatch
 from dora_rl.trainer.algorithms.losses import gap_weights, kl_estimate, sequence_sum, token_weights
 from dora_rl.trainer.config import AlgorithmConfig
@@ -48,7 +48,7 @@ def micro_loss(
     config: AlgorithmConfig, output: PolicyOutput, batch: MicroBatch, advantages: Tensor, references: References
 ) -> MicroLoss:
     """The objective of one micro-batch; `advantages` [S]."""
-    algorithm = find(config.name)
+    algorithm = get_algorithm(config.name)
     start = output.logprobs.detach() if references.anchor is None else references.anchor
     corrected = config.correction != "none"
     tokens = TokenBatch(

@@ -15,7 +15,7 @@ import numpy as np
 from dora_rl.core.errors import IntegrityError
 from dora_rl.core.trajectory import Group
 from dora_rl.core.types import GroupId, StepId, TrajectoryId
-from dora_rl.trainer.algorithms import find
+from dora_rl.trainer.algorithms import get_algorithm
 from dora_rl.trainer.config import AlgorithmConfig
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class OpenStep:
             np.array([trajectory.reward for trajectory in group.trajectories]) for group in groups
         ]
         trained = []
-        for group, advantages in zip(groups, find(config.name).advantage(rewards), strict=True):
+        for group, advantages in zip(groups, get_algorithm(config.name).advantage(rewards), strict=True):
             for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
                 self.advantages[trajectory.id] = float(advantage)
             if not advantages.any():

@@ -1,39 +1,42 @@
-"""The algorithms by name. A new one is one file that ends in an `Algorithm`, and one line here."""
+"""The registry of algorithms. A module of this package that defines an `Algorithm` adds it; nothing else lists it.
+
+The modules are imported when the registry is first read, sorted by file name. Modules without an `Algorithm` hold what
+several algorithms share.
+"""
 
 from __future__ import annotations
 
 import difflib
+import functools
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from types import MappingProxyType
 
-from dora_rl.core.errors import ConfigError
 from dora_rl.trainer.algorithms.algorithm import Algorithm
-from dora_rl.trainer.algorithms.cispo import CISPO
-from dora_rl.trainer.algorithms.dapo import DAPO
-from dora_rl.trainer.algorithms.dr_grpo import DR_GRPO
-from dora_rl.trainer.algorithms.grpo import GRPO
-from dora_rl.trainer.algorithms.gspo import GSPO
-from dora_rl.trainer.algorithms.longcat import LONGCAT
-from dora_rl.trainer.algorithms.reinforce_pp import REINFORCE_PP, REINFORCE_PP_BASELINE
-from dora_rl.trainer.algorithms.rloo import RLOO
-from dora_rl.trainer.algorithms.supervised import SUPERVISED
-
-ALGORITHMS: dict[str, Algorithm] = {
-    "cispo": CISPO,
-    "dapo": DAPO,
-    "dr_grpo": DR_GRPO,
-    "grpo": GRPO,
-    "gspo": GSPO,
-    "longcat": LONGCAT,
-    "reinforce_pp": REINFORCE_PP,
-    "reinforce_pp_baseline": REINFORCE_PP_BASELINE,
-    "rloo": RLOO,
-    "supervised": SUPERVISED,
-}
 
 
-def find(name: str) -> Algorithm:
-    """The algorithm of this name; an unknown one is refused with the nearest."""
-    if name in ALGORITHMS:
-        return ALGORITHMS[name]
-    nearest = difflib.get_close_matches(name, ALGORITHMS, n=1)
-    hint = f"did you mean '{nearest[0]}'?" if nearest else f"known are: {', '.join(ALGORITHMS)}"
-    raise ConfigError(f"there is no algorithm '{name}'; {hint}")
+@functools.cache
+def all_algorithms() -> Mapping[str, Algorithm]:
+    """Every algorithm of this package by name, in the order of the modules and of the definitions in each."""
+    algorithms: dict[str, Algorithm] = {}
+    for module in sorted(found.name for found in pkgutil.iter_modules(__path__)):
+        for value in vars(importlib.import_module(f"{__name__}.{module}")).values():
+            if isinstance(value, Algorithm):
+                # A module may import an algorithm from another one to build on it: that is the same object.
+                other = algorithms.setdefault(value.name, value)
+                assert other is value, f"two algorithms are called '{value.name}', the second one in {module}.py"
+    return MappingProxyType(algorithms)
+
+
+def get_algorithm(name: str) -> Algorithm:
+    """The algorithm of this name; an unknown name is a `ValueError` that says what to write in its place."""
+    algorithms = all_algorithms()
+    if name not in algorithms:
+        nearest = difflib.get_close_matches(name, algorithms, n=1)
+        raise ValueError(
+            f"must be a known algorithm such as '{nearest[0]}'"
+            if nearest
+            else f"must be one of {', '.join(algorithms)}"
+        )
+    return algorithms[name]

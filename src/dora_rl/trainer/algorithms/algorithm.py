@@ -79,6 +79,8 @@ PolicyLoss: TypeAlias = Callable[[TokenBatch, Clip], TokenLoss]
 class Algorithm:
     """A named composition."""
 
+    name: str
+    """The value of `trainer.algorithm.name` that selects it."""
     advantage: AdvantageFunction
     scope: Scope = "group"
     policy_loss: PolicyLoss

@@ -16,4 +16,6 @@ def bounded_weight(tokens: TokenBatch, clip: Clip) -> TokenLoss:
 
 
 # As in the paper, there is no lower bound: low = 1 puts it at 0.
-CISPO = Algorithm(advantage=normalised, policy_loss=bounded_weight, aggregation="token_mean", clip=Clip(1.0, 0.28))
+CISPO = Algorithm(
+    name="cispo", advantage=normalised, policy_loss=bounded_weight, aggregation="token_mean", clip=Clip(1.0, 0.28)
+)

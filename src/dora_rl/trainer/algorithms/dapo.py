@@ -7,4 +7,6 @@ from dora_rl.trainer.algorithms.algorithm import Algorithm, Clip
 from dora_rl.trainer.algorithms.grpo import normalised
 from dora_rl.trainer.algorithms.losses import ppo_clip
 
-DAPO = Algorithm(advantage=normalised, policy_loss=ppo_clip, aggregation="token_mean", clip=Clip(0.2, 0.28))
+DAPO = Algorithm(
+    name="dapo", advantage=normalised, policy_loss=ppo_clip, aggregation="token_mean", clip=Clip(0.2, 0.28)
+)

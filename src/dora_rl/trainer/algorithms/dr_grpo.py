@@ -17,4 +17,6 @@ def centred(rewards: Rewards) -> list[NDArray[np.float64]]:
     return [group - group.mean() for group in rewards]
 
 
-DR_GRPO = Algorithm(advantage=centred, policy_loss=ppo_clip, aggregation="constant_length", clip=Clip(0.2, 0.2))
+DR_GRPO = Algorithm(
+    name="dr_grpo", advantage=centred, policy_loss=ppo_clip, aggregation="constant_length", clip=Clip(0.2, 0.2)
+)

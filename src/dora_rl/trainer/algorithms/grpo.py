@@ -23,4 +23,6 @@ def normalised(rewards: Rewards) -> list[NDArray[np.float64]]:
     ]
 
 
-GRPO = Algorithm(advantage=normalised, policy_loss=ppo_clip, aggregation="sequence_mean", clip=Clip(0.2, 0.2))
+GRPO = Algorithm(
+    name="grpo", advantage=normalised, policy_loss=ppo_clip, aggregation="sequence_mean", clip=Clip(0.2, 0.2)
+)

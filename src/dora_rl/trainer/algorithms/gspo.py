@@ -14,4 +14,6 @@ def sequence_clip(tokens: TokenBatch, clip: Clip) -> TokenLoss:
 
 
 # Trajectory ratios vary far less than token ratios; the bounds are the paper's.
-GSPO = Algorithm(advantage=normalised, policy_loss=sequence_clip, aggregation="sequence_mean", clip=Clip(3e-4, 4e-4))
+GSPO = Algorithm(
+    name="gspo", advantage=normalised, policy_loss=sequence_clip, aggregation="sequence_mean", clip=Clip(3e-4, 4e-4)
+)

@@ -13,6 +13,7 @@ from dora_rl.trainer.algorithms.losses import ppo_clip
 
 # Defaults: the first two are DAPO's, the third is the usual one of dual-clip PPO (arXiv 1912.09729).
 LONGCAT = Algorithm(
+    name="longcat",
     advantage=normalised,
     policy_loss=ppo_clip,
     aggregation="constant_length",

@@ -32,8 +32,18 @@ def centred_then_normalised(rewards: Rewards) -> list[NDArray[np.float64]]:
 
 
 REINFORCE_PP = Algorithm(
-    advantage=normalised_over_step, scope="step", policy_loss=ppo_clip, aggregation="token_mean", clip=Clip(0.2, 0.2)
+    name="reinforce_pp",
+    advantage=normalised_over_step,
+    scope="step",
+    policy_loss=ppo_clip,
+    aggregation="token_mean",
+    clip=Clip(0.2, 0.2),
 )
 REINFORCE_PP_BASELINE = Algorithm(
-    advantage=centred_then_normalised, scope="step", policy_loss=ppo_clip, aggregation="token_mean", clip=Clip(0.2, 0.2)
+    name="reinforce_pp_baseline",
+    advantage=centred_then_normalised,
+    scope="step",
+    policy_loss=ppo_clip,
+    aggregation="token_mean",
+    clip=Clip(0.2, 0.2),
 )

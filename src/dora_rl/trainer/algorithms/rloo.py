@@ -20,4 +20,6 @@ def leave_one_out(rewards: Rewards) -> list[NDArray[np.float64]]:
     return [(group - group.mean()) * len(group) / (len(group) - 1) for group in rewards]
 
 
-RLOO = Algorithm(advantage=leave_one_out, policy_loss=ppo_clip, aggregation="token_mean", clip=Clip(0.2, 0.2))
+RLOO = Algorithm(
+    name="rloo", advantage=leave_one_out, policy_loss=ppo_clip, aggregation="token_mean", clip=Clip(0.2, 0.2)
+)

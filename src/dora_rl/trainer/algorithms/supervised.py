@@ -27,5 +27,5 @@ def negative_log_likelihood(tokens: TokenBatch, _: Clip) -> TokenLoss:
 
 
 SUPERVISED = Algorithm(
-    advantage=one, policy_loss=negative_log_likelihood, aggregation="token_mean", clip=Clip(0.0, 0.0)
+    name="supervised", advantage=one, policy_loss=negative_log_likelihood, aggregation="token_mean", clip=Clip(0.0, 0.0)
 )
