@@ -9,7 +9,7 @@ import torch
 
 from dora_rl.core.errors import ModelError, PromptError, RequestError, SamplingError, VersionError
 from dora_rl.core.events import TrajectoryFailed
-from dora_rl.engine.requests import Request, Sampling, StopReason
+from dora_rl.engine.requests import FinishReason, Request, Sampling
 from dora_rl.models.sources import MemoryWeights
 from tests.engine import tiny
 
@@ -64,7 +64,7 @@ def test_numbers_that_are_none_end_a_request_alone() -> None:
         outputs.append(engine.step())
     engine.check()
     ends = {one.trajectory: one.reason for output in outputs for one in output.finished}
-    assert ends == {0: StopReason.FAILED, 1: StopReason.LENGTH}
+    assert ends == {0: FinishReason.FAILED, 1: FinishReason.LENGTH}
     failed = [event for output in outputs for event in output.events if isinstance(event, TrajectoryFailed)]
     assert [event.trajectory for event in failed] == [0]
 
@@ -78,7 +78,7 @@ def test_the_context_ends_a_response() -> None:
     engine = tiny.engine(tiny.model("llama"), max_context=16)
     request = Request(**GOOD | {"sampling": Sampling(max_tokens=100)})
     ended = tiny.run(engine, [request]).finished[1]
-    assert ended.reason is StopReason.CONTEXT
+    assert ended.reason is FinishReason.CONTEXT
     assert ended.tokens == 16 - 3
 
 
@@ -119,4 +119,4 @@ def test_stop_strings_and_ids(stream_every: int) -> None:
     for request, length in ((by_text, text.index(stop) + 3), (by_id, free.index(free[9]) + 1)):
         listener = tiny.run(engine, [request])
         assert listener.said[1].tokens == free[:length]
-        assert listener.finished[1].reason is StopReason.STOP
+        assert listener.finished[1].reason is FinishReason.STOP

@@ -69,11 +69,11 @@ from tests.engine import tiny
 target = tiny.engine(tiny.model("llama"), name="b")
 arrived, errors = target.import_(KvBundle.attach(sys.argv[1]), 0)
 assert len(arrived) == {len(here)} and not errors, errors
-tokens = []
+chunks = []
 while target.busy:
-    tokens += target.step().tokens
+    chunks += target.step().chunks
 assert target.stats.reprefilled == 0
-open(sys.argv[2], "wb").write(msgspec.json.encode([[t.trajectory, t.tokens] for t in tokens]))
+open(sys.argv[2], "wb").write(msgspec.json.encode([[chunk.trajectory, chunk.tokens.tolist()] for chunk in chunks]))
 """
     root = Path(__file__).parents[2]
     command = [sys.executable, "-c", program, bundle.name, str(out)]

@@ -52,11 +52,9 @@ def test_a_turn_costs_only_what_the_environment_said(moved: bool) -> None:
     later = Listener()
     while engine.busy:
         output = engine.step()
-        for part in output.tokens:
-            assert part.start >= len(spoken) + len(SAID)
-            later.said[5] = tiny.Said(
-                later.said.get(5, tiny.Said((), (), ())).tokens + part.tokens, part.logprobs, part.model_logprobs
-            )
+        for chunk in output.chunks:
+            assert chunk.start >= len(spoken) + len(SAID)
+            later.said[5] = later.said.get(5, tiny.Said((), (), ())).joined(chunk)
         engine.check()
     # The stop token that ended the turn was sampled and never computed; it comes with the environment's words.
     assert engine.stats.prefilled - before == len(SAID) + 1
@@ -65,10 +63,8 @@ def test_a_turn_costs_only_what_the_environment_said(moved: bool) -> None:
     again.submit(request(response=spoken + SAID))
     whole = Listener()
     while again.busy:
-        for part in again.step().tokens:
-            whole.said[5] = tiny.Said(
-                whole.said.get(5, tiny.Said((), (), ())).tokens + part.tokens, part.logprobs, part.model_logprobs
-            )
+        for chunk in again.step().chunks:
+            whole.said[5] = whole.said.get(5, tiny.Said((), (), ())).joined(chunk)
     assert later.said[5].tokens == whole.said[5].tokens
 
 
@@ -149,8 +145,8 @@ def several_turns(random: Random, count: int = 8, turns: int = 3, **config: Any)
                 engine.end(number, 0)
         output = engine.step()
         engine.check()
-        for part in output.tokens:
-            said[part.trajectory] = said.get(part.trajectory, ()) + part.tokens
+        for chunk in output.chunks:
+            said[chunk.trajectory] = said.get(chunk.trajectory, ()) + tuple(chunk.tokens.tolist())
         for event in output.events:
             if isinstance(event, Parked):
                 parked.append(event.trajectory)

@@ -177,12 +177,12 @@ def test_in_flight_update_changes_the_version_and_counts_the_recomputation() -> 
     listener, versions = Listener(), []
     for _ in range(12):
         listener.hear(output := engine.step())
-        versions += [part.version for part in output.tokens]
+        versions += [chunk.version for chunk in output.chunks]
     engine.load(0, 1, in_flight=True)
     engine.wait_for_loads()
     while engine.busy:
         listener.hear(output := engine.step())
-        versions += [part.version for part in output.tokens]
+        versions += [chunk.version for chunk in output.chunks]
         engine.check()
     assert versions == sorted(versions)
     assert set(versions) == {0, 1}

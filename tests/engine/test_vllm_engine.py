@@ -11,7 +11,7 @@ from dora_rl.core.activities import ActivityLabel, IdleCause, IdleReason
 from dora_rl.core.errors import IntegrityError, RequestError, SlotError, VersionError
 from dora_rl.core.events import Generated, KvPressure, Parked, SlotLoaded, SlotLoadFailed, TrajectoryFailed
 from dora_rl.engine.config import EngineConfig
-from dora_rl.engine.requests import Request, Sampling, StepOutput, StopReason
+from dora_rl.engine.requests import FinishReason, Request, Sampling, StepOutput
 from dora_rl.engine.vllm.core import Counters, Output
 from dora_rl.engine.vllm.engine import VllmEngine
 
@@ -106,10 +106,10 @@ def finish(made: VllmEngine) -> tuple[dict[int, list[int]], list[Any], list[Step
     while made.busy:
         output = made.step()
         outputs.append(output)
-        for part in output.tokens:
-            assert part.start == len(said.setdefault(part.trajectory, [])), "a gap, or a token twice"
-            assert len(part.tokens) == len(part.logprobs)
-            said[part.trajectory] += part.tokens
+        for chunk in output.chunks:
+            assert chunk.start == len(said.setdefault(chunk.trajectory, [])), "a gap, or a token twice"
+            assert len(chunk.tokens) == len(chunk.logprobs)
+            said[chunk.trajectory] += chunk.tokens.tolist()
     return said, [event for output in outputs for event in output.events], outputs
 
 
@@ -121,10 +121,19 @@ def test_versions_share_a_batch_and_every_response_carries_its_own() -> None:
     assert said == {0: [10, 11, 12, 13, 14, 15], 1: [10, 11, 12, 13, 14, 15]}
     ends = {event.trajectory: (event.version, event.fingerprint) for event in events if isinstance(event, Generated)}
     assert ends == {0: (5, "print of 5"), 1: (6, "print of 6")}
-    assert {one.reason for output in outputs for one in output.finished} == {StopReason.LENGTH}
+    assert {one.reason for output in outputs for one in output.finished} == {FinishReason.LENGTH}
     assert made.stats.together == 2
     assert made.stats.decoded == 12
     assert made.spec().one_batch
+
+
+def test_model_logprobs_are_left_out_where_vllm_reports_another_distribution() -> None:
+    made, _ = engine()
+    made.submit(request(0), 0)
+    made.submit(request(1, sampling={"top_k": 5}), 0)
+    _, _, outputs = finish(made)
+    chunks = [chunk for output in outputs for chunk in output.chunks]
+    assert {chunk.trajectory: bool(chunk.model_logprob_data) for chunk in chunks} == {0: True, 1: False}
 
 
 def test_what_vllm_says_of_the_version_is_compared() -> None:
@@ -161,7 +170,7 @@ def test_a_move_loses_and_repeats_nothing_and_counts_what_is_prefilled_again() -
     source.step()
     bundle = source.export([0])
     left = source.drain()
-    assert [part.tokens for part in left.tokens] == [(10, 11)]
+    assert [chunk.tokens.tolist() for chunk in left.chunks] == [[10, 11]]
     assert not source.has(0, 0)
     assert source.has(1, 0)
     assert target.import_(bundle, 1)[0] == (), "another version"
@@ -170,9 +179,9 @@ def test_a_move_loses_and_repeats_nothing_and_counts_what_is_prefilled_again() -
     outputs = []
     while target.busy:
         outputs.append(target.step())
-    parts = [part for output in outputs for part in output.tokens]
-    assert [token for part in parts for token in part.tokens] == [12, 13, 14, 15]
-    assert parts[0].start == 2
+    chunks = [chunk for output in outputs for chunk in output.chunks]
+    assert [token for chunk in chunks for token in chunk.tokens.tolist()] == [12, 13, 14, 15]
+    assert chunks[0].start == 2
     assert target.stats.reprefilled == len(PROMPT) + 2 - 1 - 2, "but the last token and what was cached"
     assert (source.stats.exported, target.stats.imported) == (1, 1)
 
@@ -189,9 +198,9 @@ def test_a_request_that_was_begun_elsewhere_counts_as_prefilled_again() -> None:
 def finish_from(made: VllmEngine, start: int) -> tuple[list[int], int, int]:
     tokens: list[int] = []
     while made.busy:
-        for part in made.step().tokens:
-            assert part.start == start + len(tokens)
-            tokens += part.tokens
+        for chunk in made.step().chunks:
+            assert chunk.start == start + len(tokens)
+            tokens += chunk.tokens.tolist()
     return tokens, start, len(tokens)
 
 
@@ -221,7 +230,7 @@ def test_logits_that_are_no_numbers_are_a_verdict_for_that_trajectory() -> None:
     script.broken = True
     _, events, outputs = finish(made)
     assert [type(event) for event in events] == [TrajectoryFailed]
-    assert outputs[-1].finished[0].reason is StopReason.FAILED
+    assert outputs[-1].finished[0].reason is FinishReason.FAILED
     assert not script.requests
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
+from dora_rl.core.tokens import TokenChunk
 from dora_rl.engine.config import EngineConfig
 from dora_rl.engine.engine import Engine
 from dora_rl.engine.requests import Finished, Request, Sampling, StepOutput
@@ -109,6 +110,14 @@ class Said(NamedTuple):
     logprobs: tuple[float, ...]
     model_logprobs: tuple[float, ...]
 
+    def joined(self, chunk: TokenChunk) -> Said:
+        """These tokens and those of a chunk."""
+        return Said(
+            self.tokens + tuple(chunk.tokens.tolist()),
+            self.logprobs + tuple(chunk.logprobs.tolist()),
+            self.model_logprobs + tuple(chunk.model_logprobs.tolist()),
+        )
+
 
 class Listener:
     """Puts the reports of one or more engines together."""
@@ -121,19 +130,15 @@ class Listener:
         self.events: list[Any] = []
 
     def hear(self, output: StepOutput) -> None:
-        for part in output.tokens:
-            before = self.said.get(part.trajectory, Said((), (), ()))
-            assert part.start == len(before.tokens), "tokens were reported twice or out of order"
-            self.said[part.trajectory] = Said(
-                before.tokens + part.tokens,
-                before.logprobs + part.logprobs,
-                before.model_logprobs + part.model_logprobs,
-            )
-            if part.prompt_experts is not None:
-                assert part.start == 0
-                self.prompt_experts[part.trajectory] = part.prompt_experts
-            if part.experts is not None:
-                self.experts.setdefault(part.trajectory, []).append(part.experts)
+        for chunk in output.chunks:
+            before = self.said.get(chunk.trajectory, Said((), (), ()))
+            assert chunk.start == len(before.tokens), "tokens were reported twice or out of order"
+            self.said[chunk.trajectory] = before.joined(chunk)
+            if chunk.prompt_experts is not None:
+                assert chunk.start == 0
+                self.prompt_experts[chunk.trajectory] = chunk.prompt_experts
+            if chunk.experts is not None:
+                self.experts.setdefault(chunk.trajectory, []).append(chunk.experts)
         for one in output.finished:
             assert one.trajectory not in self.finished
             assert one.tokens == len(self.said[one.trajectory].tokens)

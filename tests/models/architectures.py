@@ -245,9 +245,9 @@ def _rollout(model: Any) -> tuple[str, bool]:
         engine.submit(Request(trajectory=index, version=0, prompt=tuple(prompt), sampling=sampling))
     said: dict[int, tuple[list[int], list[float]]] = {index: ([], []) for index in range(len(prompts))}
     while engine.busy:
-        for part in engine.step().tokens:
-            said[part.trajectory][0].extend(part.tokens)
-            said[part.trajectory][1].extend(part.model_logprobs)
+        for chunk in engine.step().chunks:
+            said[chunk.trajectory][0].extend(chunk.tokens.tolist())
+            said[chunk.trajectory][1].extend(chunk.model_logprobs.tolist())
     worst = 0.0
     for index, prompt in enumerate(prompts):
         tokens, logprobs = said[index]

@@ -85,10 +85,10 @@ class Driver:
         self.events: list[AnyEvent] = []
 
     def take(self, output: StepOutput) -> None:
-        for part in output.tokens:
-            assert part.start == len(self.said.setdefault(part.trajectory, [])), "a gap, or a token twice"
-            self.said[part.trajectory] += part.tokens
-            self.logprobs.setdefault(part.trajectory, []).extend(part.logprobs)
+        for chunk in output.chunks:
+            assert chunk.start == len(self.said.setdefault(chunk.trajectory, [])), "a gap, or a token twice"
+            self.said[chunk.trajectory] += chunk.tokens.tolist()
+            self.logprobs.setdefault(chunk.trajectory, []).extend(chunk.logprobs.tolist())
         self.events += output.events
 
     def step(self, steps: int | None = None) -> list[AnyEvent]:

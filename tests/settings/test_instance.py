@@ -47,7 +47,7 @@ def test_prompts_are_computed_in_chunks(base: Path) -> None:
         part = instance(base, prefill_chunk=chunk, stream_every=1)
         part.instance._hear(submit())
         count = 1
-        while not part.engine.step().tokens:
+        while not part.engine.step().chunks:
             count += 1
         assert count == steps
 

@@ -197,8 +197,8 @@ def _generate(
         task = bar.add_task("", total=len(said))
         while engine.busy:
             output = engine.step()
-            for part in output.tokens:
-                said[part.trajectory - first].extend(part.tokens)
+            for chunk in output.chunks:
+                said[chunk.trajectory - first].frombytes(chunk.token_data)
             bar.advance(task, len(output.finished))
     return [said.get(number) for number in range(count)]
 

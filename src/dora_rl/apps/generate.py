@@ -204,11 +204,11 @@ class _Run:
         return chat
 
     def _hear(self, output: StepOutput) -> None:
-        for part in output.tokens:
-            said = self._said.setdefault(part.trajectory, {"tokens": [], "logprobs": []})
-            said["tokens"].extend(part.tokens)
-            said["logprobs"].extend(part.logprobs)
-            self._tokens += len(part.tokens)
+        for chunk in output.chunks:
+            said = self._said.setdefault(chunk.trajectory, {"tokens": [], "logprobs": []})
+            said["tokens"].extend(chunk.tokens.tolist())
+            said["logprobs"].extend(chunk.logprobs.tolist())
+            self._tokens += len(chunk)
 
     def _finish(self, lines: list[PromptLine], finished: Finished) -> None:
         said = self._said.pop(finished.trajectory, {"tokens": [], "logprobs": []})

@@ -9,11 +9,12 @@ Invariants:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from dora_rl.core.tokens import TokenChunk
 from dora_rl.engine.sampling import Drawn, Settings
 from dora_rl.engine.token_rows import TokenRows
 
@@ -21,15 +22,6 @@ if TYPE_CHECKING:
     from dora_rl.engine.sequence import Sequence
 
 STOP_IDS = 4  # columns to start with; more are added when a request has more stop ids
-
-
-class Flushed(NamedTuple):
-    """Tokens taken out of the history of one row."""
-
-    tokens: npt.NDArray[np.int64]
-    logprobs: npt.NDArray[np.float32]
-    model_logprobs: npt.NDArray[np.float32]
-    experts: npt.NDArray[np.int16] | None
 
 
 class DecodeBatch:
@@ -142,22 +134,32 @@ class DecodeBatch:
         look = ended | (self.fill[rows] >= self.every) | self.watched[rows]
         return rows[look], ended[look]
 
-    def flush(self, sequence: Sequence) -> Flushed:
-        """Take a row's tokens out of the history; the sequence knows them from then on."""
+    def flush(self, sequence: Sequence) -> TokenChunk | None:
+        """Move a row's tokens from the history to the sequence, and return them as a chunk; None if there are none."""
         row, count = sequence.row, int(self.fill[sequence.row])
-        taken = Flushed(
-            self.history[row, :count].copy(),
-            self.logprobs[row, :count].copy(),
-            self.model_logprobs[row, :count].copy(),
-            None if self.experts is None else self.experts[row, :count].copy(),
+        if not count:
+            return None
+        request, start = sequence.request, sequence.reported
+        tokens = self.history[row, :count]
+        experts = self.experts if request.record_experts else None
+        chunk = TokenChunk.of(
+            request.trajectory,
+            tokens,
+            self.logprobs[row, :count],
+            version=sequence.version,
+            start=start,
+            attempt=request.attempt,
+            experts=None if experts is None else experts[row, :count],
+            model_logprobs=self.model_logprobs[row, :count],
+            prompt_experts=sequence.prompt_experts if start == 0 else None,
         )
-        sequence.tokens[sequence.length : sequence.length + count] = taken.tokens
+        sequence.tokens[sequence.length : sequence.length + count] = tokens
         sequence.length += count
-        if count:
-            # Each of these tokens was sampled from the KV of the one before it; only the last is not computed yet.
-            sequence.computed = sequence.length - 1
+        sequence.reported += count
+        # Each of these tokens was sampled from the KV of the one before it; only the last is not computed yet.
+        sequence.computed = sequence.length - 1
         self.fill[row] = 0
-        return taken
+        return chunk
 
     def decode_rows(self) -> npt.NDArray[np.int64]:
         """The rows that decode."""

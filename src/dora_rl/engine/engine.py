@@ -42,8 +42,9 @@ from dora_rl.core.events import (
     TrajectoryFailed,
 )
 from dora_rl.core.time_accounting import Activity, TimeAccount
+from dora_rl.core.tokens import TokenChunk
 from dora_rl.core.types import Attempt, InstanceId, InstanceSpec, Nanoseconds, SlotId, TrajectoryId, Version
-from dora_rl.engine.batch import DecodeBatch, Flushed
+from dora_rl.engine.batch import DecodeBatch
 from dora_rl.engine.kernel_choice import choose
 from dora_rl.engine.kv import KvCache
 from dora_rl.engine.kv_transfer.format import KvBundle
@@ -51,7 +52,7 @@ from dora_rl.engine.kv_transfer.pack import pack, unpack
 from dora_rl.engine.kv_transfer.shared_memory import SegmentPool
 from dora_rl.engine.probe import Prober
 from dora_rl.engine.request_checks import check_request, reach, says_stop
-from dora_rl.engine.requests import Finished, Request, StepOutput, StopReason, Tokens
+from dora_rl.engine.requests import Finished, FinishReason, Request, StepOutput
 from dora_rl.engine.scheduler import Scheduler
 from dora_rl.engine.sequence import Sequence
 from dora_rl.engine.slots import STARTING, EngineSlot, Loading
@@ -113,7 +114,7 @@ class Engine:
         self._segments = SegmentPool()
         self._sequences: dict[TrajectoryId, Sequence] = {}
         self._arrivals = 0
-        self._tokens: list[Tokens] = []
+        self._chunks: list[TokenChunk] = []
         self._finished: list[Finished] = []
         self._events: list[AnyEvent] = []
 
@@ -262,7 +263,7 @@ class Engine:
         """There is something to do in a step."""
         moving_on = len(self._sequences) > len(self._scheduler.parked)
         loading = any(slot.loading for slot in self.slots)
-        return moving_on or loading or bool(self._tokens or self._finished or self._events)
+        return moving_on or loading or bool(self._chunks or self._finished or self._events)
 
     @property
     def stats(self) -> Stats:
@@ -334,8 +335,8 @@ class Engine:
 
     def drain(self) -> StepOutput:
         """What is waiting to be reported."""
-        output = StepOutput(tokens=tuple(self._tokens), finished=tuple(self._finished), events=tuple(self._events))
-        self._tokens, self._finished, self._events = [], [], []
+        output = StepOutput(chunks=tuple(self._chunks), finished=tuple(self._finished), events=tuple(self._events))
+        self._chunks, self._finished, self._events = [], [], []
         return output
 
     def _look(self, slot: EngineSlot, rows: Any, ended: Any) -> None:
@@ -358,12 +359,12 @@ class Engine:
         self._scheduler.flush(sequence)
         count = sequence.length - sequence.prompt_length
         if failed:
-            reason = StopReason.FAILED
+            reason = FinishReason.FAILED
         elif not by_id_or_length or last in request.sampling.stop_ids:
-            reason = StopReason.STOP
+            reason = FinishReason.STOP
         else:
-            reason = StopReason.LENGTH if count >= request.sampling.max_tokens else StopReason.CONTEXT
-        parks = request.parks and reason is StopReason.STOP and sequence.length + 1 < sequence.limit
+            reason = FinishReason.LENGTH if count >= request.sampling.max_tokens else FinishReason.CONTEXT
+        parks = request.parks and reason is FinishReason.STOP and sequence.length + 1 < sequence.limit
         if parks:
             self._scheduler.park(sequence)
         else:
@@ -400,24 +401,8 @@ class Engine:
         tail = np.concatenate([sequence.response, pending])[-reach(stops) :]
         return says_stop(tail.tolist(), stops, self._tokenizer)
 
-    def _report(self, sequence: Sequence, flushed: Flushed) -> None:
-        if not len(flushed.tokens):
-            return
-        recorded = sequence.prompt_experts if sequence.reported == 0 else None
-        self._tokens.append(
-            Tokens(
-                trajectory=sequence.request.trajectory,
-                attempt=sequence.request.attempt,
-                version=sequence.version,
-                start=sequence.reported,
-                tokens=tuple(flushed.tokens.tolist()),
-                logprobs=tuple(flushed.logprobs.tolist()),
-                model_logprobs=tuple(flushed.model_logprobs.tolist()),
-                experts=flushed.experts if sequence.request.record_experts else None,
-                prompt_experts=None if recorded is None else recorded.copy(),
-            )
-        )
-        sequence.reported += len(flushed.tokens)
+    def _report(self, chunk: TokenChunk) -> None:
+        self._chunks.append(chunk)
 
     def _finish_loads(self) -> None:
         for slot in self.slots:

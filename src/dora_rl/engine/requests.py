@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any
 
 import msgspec
 
 from dora_rl.core.errors import SamplingError
 from dora_rl.core.events import AnyEvent
+from dora_rl.core.tokens import TokenChunk
 from dora_rl.core.types import Attempt, Fingerprint, Record, TrajectoryId, Version
 
 
@@ -71,7 +71,7 @@ class Request(Record, frozen=True, kw_only=True):
     """Report which experts each token went through (mixture-of-experts models)."""
 
 
-class StopReason(StrEnum):
+class FinishReason(StrEnum):
     """Why a response ended."""
 
     STOP = "stop"
@@ -84,25 +84,6 @@ class StopReason(StrEnum):
     """The model gave no usable numbers for it."""
 
 
-class Tokens(Record, frozen=True, kw_only=True):
-    """Some tokens of a response, in order."""
-
-    trajectory: TrajectoryId
-    attempt: Attempt
-    version: Version
-    start: int
-    """Index in the response of the first token here."""
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    """Under the distribution really sampled from: after temperature, bias and truncation."""
-    model_logprobs: tuple[float, ...]
-    """Under the model at this temperature, with no bias and nothing truncated (temperature 1 where it is 0)."""
-    experts: Any = None
-    """int16 array [tokens, layers, experts used]: the experts of the forward pass that gave each token its logits."""
-    prompt_experts: Any = None
-    """With the first tokens of a response: the same for its prompt but the last token, -1 where not computed here."""
-
-
 class Finished(Record, frozen=True, kw_only=True):
     """A response has ended; all its tokens have been reported."""
 
@@ -110,7 +91,7 @@ class Finished(Record, frozen=True, kw_only=True):
     attempt: Attempt
     version: Version
     fingerprint: Fingerprint
-    reason: StopReason
+    reason: FinishReason
     tokens: int
     """Length of the response."""
 
@@ -118,7 +99,8 @@ class Finished(Record, frozen=True, kw_only=True):
 class StepOutput(Record, frozen=True, kw_only=True):
     """What one step of the engine gave."""
 
-    tokens: tuple[Tokens, ...] = ()
+    chunks: tuple[TokenChunk, ...] = ()
+    """New tokens, in order for each trajectory."""
     finished: tuple[Finished, ...] = ()
     events: tuple[AnyEvent, ...] = ()
     """For the orchestrator: slots loaded, KV pressure, trajectories generated."""

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dora_rl.engine.batch import Flushed
 from dora_rl.engine.blocks import BlockPool
 from dora_rl.engine.prefix_sharing import PrefixKey, PrefixSharing
 from dora_rl.engine.stats import Stats
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from dora_rl.core.tokens import TokenChunk
     from dora_rl.engine.batch import DecodeBatch
     from dora_rl.engine.config import EngineConfig
     from dora_rl.engine.kv import KvCache
@@ -46,7 +46,7 @@ class Scheduler:
         cache: KvCache,
         batches: list[DecodeBatch],
         config: EngineConfig,
-        flushed: Callable[[Sequence, Flushed], None],
+        report: Callable[[TokenChunk], None],
     ) -> None:
         self.cache = cache
         self.pool = BlockPool(cache.count)
@@ -65,7 +65,7 @@ class Scheduler:
         """How many hold each block that do not run."""
         self._batches = batches
         self._config = config
-        self._flushed = flushed
+        self._report = report
 
     # Requests come and go.
 
@@ -92,7 +92,9 @@ class Scheduler:
     def flush(self, sequence: Sequence) -> None:
         """Report what a running sequence has sampled so far."""
         if sequence.row >= 0:
-            self._flushed(sequence, self._batches[sequence.slot].flush(sequence))
+            chunk = self._batches[sequence.slot].flush(sequence)
+            if chunk is not None:
+                self._report(chunk)
 
     def requeue(self, sequence: Sequence) -> None:
         """Back to the waiting ones, without KV."""

@@ -47,7 +47,7 @@ from dora_rl.engine.config import EngineConfig
 from dora_rl.engine.kv_transfer.format import KvBundle
 from dora_rl.engine.kv_transfer.shared_memory import SegmentPool
 from dora_rl.engine.request_checks import check_request, reach, says_stop
-from dora_rl.engine.requests import Request, StepOutput, StopReason
+from dora_rl.engine.requests import FinishReason, Request, StepOutput
 from dora_rl.engine.stats import Stats
 from dora_rl.engine.vllm.accounting import StepAccounting
 from dora_rl.engine.vllm.active_requests import ActiveRequests
@@ -356,10 +356,10 @@ class VllmEngine:
             self._hosted.withdraw([sequence])
         self._reports.flush(sequence)
         if not ended or sequence.tokens[-1] in request.sampling.stop_ids:
-            reason = StopReason.STOP
+            reason = FinishReason.STOP
         else:
-            reason = StopReason.LENGTH if sequence.said >= request.sampling.max_tokens else StopReason.CONTEXT
-        parks = request.parks and reason is StopReason.STOP and len(sequence.tokens) + 1 < sequence.limit
+            reason = FinishReason.LENGTH if sequence.said >= request.sampling.max_tokens else FinishReason.CONTEXT
+        parks = request.parks and reason is FinishReason.STOP and len(sequence.tokens) + 1 < sequence.limit
         self._reports.ended(sequence, reason)
         if parks:
             self._reports.parked(sequence, self.kv_tokens)
@@ -371,7 +371,7 @@ class VllmEngine:
         self._hosted.withdraw([sequence])
         self._reports.flush(sequence)
         del self._sequences[sequence.request.trajectory]
-        self._reports.ended(sequence, StopReason.FAILED)
+        self._reports.ended(sequence, FinishReason.FAILED)
         self._reports.failed(sequence, reason)
 
     def _compare(self, sequence: VllmSequence, output: Output) -> None:

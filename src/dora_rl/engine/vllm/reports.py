@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
+import numpy as np
+
 from dora_rl.core.events import AnyEvent, Generated, Parked, TrajectoryFailed
+from dora_rl.core.tokens import TokenChunk
 from dora_rl.core.types import InstanceId
-from dora_rl.engine.requests import Finished, StepOutput, StopReason, Tokens
+from dora_rl.engine.requests import Finished, FinishReason, StepOutput
 from dora_rl.engine.vllm.sequence import VllmSequence
 
 
@@ -16,17 +18,17 @@ class Reports:
 
     def __init__(self, instance: InstanceId) -> None:
         self._instance = instance
-        self._tokens: list[Tokens] = []
+        self._chunks: list[TokenChunk] = []
         self._finished: list[Finished] = []
         self.events: list[AnyEvent] = []
 
     def __bool__(self) -> bool:
-        return bool(self._tokens or self._finished or self.events)
+        return bool(self._chunks or self._finished or self.events)
 
     def take(self) -> StepOutput:
         """All that is there."""
-        output = StepOutput(tokens=tuple(self._tokens), finished=tuple(self._finished), events=tuple(self.events))
-        self._tokens, self._finished, self.events = [], [], []
+        output = StepOutput(chunks=tuple(self._chunks), finished=tuple(self._finished), events=tuple(self.events))
+        self._chunks, self._finished, self.events = [], [], []
         return output
 
     def flush(self, sequence: VllmSequence) -> None:
@@ -35,24 +37,25 @@ class Reports:
         if not count:
             return
         request, sampling = sequence.request, sequence.request.sampling
-        logprobs = tuple(sequence.logprobs)
-        whole = sampling.top_p == 1 and not (sampling.top_k or sampling.min_p or sampling.logit_bias)
-        self._tokens.append(
-            Tokens(
-                trajectory=request.trajectory,
-                attempt=request.attempt,
+        # vLLM reports log-probs of the distribution that it sampled from: they are the model's own only without
+        # truncation and bias.
+        untruncated = sampling.top_p == 1 and not (sampling.top_k or sampling.min_p or sampling.logit_bias)
+        logprobs = np.array(sequence.logprobs)
+        self._chunks.append(
+            TokenChunk.of(
+                request.trajectory,
+                sequence.tokens[-count:],
+                logprobs,
                 version=request.version,
                 start=sequence.reported,
-                tokens=tuple(sequence.tokens[-count:]),
-                logprobs=logprobs,
-                # Where it is not the model's own, the distribution sampled from is all that vLLM tells of.
-                model_logprobs=logprobs if whole else (math.nan,) * count,
+                attempt=request.attempt,
+                model_logprobs=logprobs if untruncated else None,
             )
         )
         sequence.reported += count
         del sequence.logprobs[:]
 
-    def ended(self, sequence: VllmSequence, reason: StopReason) -> None:
+    def ended(self, sequence: VllmSequence, reason: FinishReason) -> None:
         """A turn is over."""
         self._finished.append(Finished(**_stamp(sequence), reason=reason, tokens=sequence.said))
 

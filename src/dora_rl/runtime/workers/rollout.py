@@ -21,9 +21,9 @@ import torch
 from dora_rl.core import commands as c
 from dora_rl.core.errors import PromptError, RequestError
 from dora_rl.core.events import AnyEvent, Parked, TrajectoryFailed
+from dora_rl.core.tokens import TokenChunk
 from dora_rl.core.types import Nanoseconds
-from dora_rl.engine.requests import StepOutput, Tokens
-from dora_rl.engine.requests import StopReason as EngineStop
+from dora_rl.engine.requests import FinishReason, StepOutput
 from dora_rl.runtime.run_dir import parse
 from dora_rl.runtime.transport import messages as m
 from dora_rl.runtime.transport.channel import Channel
@@ -180,11 +180,11 @@ class RolloutWorker:
     # -- what goes out ----------------------------------------------------------------------------------------
 
     def _take(self, output: StepOutput) -> None:
-        self._said += [_said(part) for part in output.tokens]
+        self._said += [_said(chunk) for chunk in output.chunks]
         parked = {event.trajectory for event in output.events if isinstance(event, Parked)}
         for finished in output.finished:
-            if finished.reason is not EngineStop.FAILED and finished.trajectory not in parked:
-                reason = "stop" if finished.reason is EngineStop.STOP else "length"
+            if finished.reason is not FinishReason.FAILED and finished.trajectory not in parked:
+                reason = "stop" if finished.reason is FinishReason.STOP else "length"
                 self._ended.append(
                     m.ResponseEnded(trajectory=finished.trajectory, attempt=finished.attempt, reason=reason)  # type: ignore[arg-type]
                 )
@@ -228,15 +228,14 @@ class RolloutWorker:
         return time.monotonic_ns() - self._origin
 
 
-def _said(part: Tokens) -> m.Said:
-    experts = part.experts
+def _said(chunk: TokenChunk) -> m.Said:
     return m.Said(
-        trajectory=part.trajectory,
-        attempt=part.attempt,
-        version=part.version,
-        start=part.start,
-        tokens=np.asarray(part.tokens, dtype=np.int32).tobytes(),
-        logprobs=np.asarray(part.logprobs, dtype=np.float32).tobytes(),
-        experts=b"" if experts is None else np.ascontiguousarray(experts, dtype=np.int16).tobytes(),
-        experts_shape=(0, 0) if experts is None else experts.shape[1:],
+        trajectory=chunk.trajectory,
+        attempt=chunk.attempt,
+        version=chunk.version,
+        start=chunk.start,
+        tokens=chunk.token_data,
+        logprobs=chunk.logprob_data,
+        experts=chunk.expert_data,
+        experts_shape=chunk.expert_shape,
     )
