@@ -199,9 +199,9 @@ class _Run:
             return ids
         if self._tokenizer.chat_template is None:
             raise UserError("the prompts are messages, but the model's tokenizer has no chat template")
-        text = self._tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-        chat: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return chat
+        from dora_rl.models.text import encode_chat
+
+        return encode_chat(self._tokenizer, prompt)
 
     def _hear(self, output: StepOutput) -> None:
         for chunk in output.chunks:

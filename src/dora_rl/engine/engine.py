@@ -58,6 +58,7 @@ from dora_rl.engine.sequence import Sequence
 from dora_rl.engine.slots import STARTING, EngineSlot, Loading
 from dora_rl.engine.stats import Stats
 from dora_rl.engine.step_execution import StepExecutor, Work
+from dora_rl.models.text import model_context
 
 if TYPE_CHECKING:
     from dora_rl.core.interfaces import WeightSource
@@ -87,8 +88,7 @@ class Engine:
         self._tokenizer = tokenizer
         self._weights = weights
         self._clock = clock
-        limits = [config.max_context, getattr(model.config.get_text_config(), "max_position_embeddings", None)]
-        self.context = min(limit for limit in limits if limit)
+        self.context = min(config.max_context, model_context(model.config) or config.max_context)
         self.vocab: int = model.get_input_embeddings().weight.shape[0]
         self.threads = config.threads or torch.get_num_threads()
         way = choose(model, config, self.context)
@@ -162,7 +162,7 @@ class Engine:
         if place.version != request.version:
             raise VersionError(f"slot {index} serves version {place.version}, not {request.version}")
         self._check(request)
-        limit = min(len(request.prompt) + request.sampling.max_tokens, self.context)
+        limit = request.length_limit(self.context)
         self._enter(Sequence(request, index, self._arrivals, limit, place.fingerprint))
 
     def abort(self, trajectory: TrajectoryId, attempt: Attempt) -> bool:
@@ -483,7 +483,7 @@ class Engine:
     def _check(self, request: Request) -> None:
         self._check_free(request)
         check_request(request, vocab=self.vocab, context=self.context, tokenizer=self._tokenizer)
-        limit = min(len(request.prompt) + request.sampling.max_tokens, self.context)
+        limit = request.length_limit(self.context)
         blocks = self._cache.shape.blocks(limit)
         if blocks > self._cache.count:
             raise PromptError(

@@ -70,6 +70,10 @@ class Request(Record, frozen=True, kw_only=True):
     record_experts: bool = False
     """Report which experts each token went through (mixture-of-experts models)."""
 
+    def length_limit(self, context: int) -> int:
+        """The most tokens of prompt and response together, in an engine with this context."""
+        return min(len(self.prompt) + self.sampling.max_tokens, context)
+
 
 class FinishReason(StrEnum):
     """Why a response ended."""

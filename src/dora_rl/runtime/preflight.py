@@ -18,6 +18,7 @@ from dora_rl.core.errors import ConfigError, DataError, ModelError
 from dora_rl.envs.data import Dataset, Problem, load
 from dora_rl.envs.user_code import one_line
 from dora_rl.models.loading import ModelConfig, check_device, load_tokenizer
+from dora_rl.models.text import model_context
 from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.packages import need_packages
 from dora_rl.runtime.run_dir import unwritable
@@ -170,8 +171,7 @@ def context_limit(config: RunConfig) -> int:
     limit = config.rollout.engine.max_context
     if config.model.path.endswith(".gguf"):
         return limit
-    own = getattr(describe(config.model).get_text_config(), "max_position_embeddings", None)
-    return min(limit, own) if isinstance(own, int) and own > 0 else limit
+    return min(limit, model_context(describe(config.model)) or limit)
 
 
 def _bytes(problem: Problem) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 from dora_rl.core.errors import ConfigError
 from dora_rl.envs.data import Problem
+from dora_rl.models.text import encode_chat, render_chat
 from dora_rl.runtime.config import RunConfig
 
 _PLACE = "\u241e"
@@ -52,8 +53,7 @@ class Tokenization:
         if self._chat:
             turns = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": _PLACE}]
             turns.append({"role": "user", "content": said})
-            whole = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-            text = whole.split(_PLACE, 1)[1]
+            text = render_chat(self._tokenizer, turns).split(_PLACE, 1)[1]
             ends = [self._tokenizer.decode([end]) for end in self.stop_ids]
             # The token that ended the policy's message has been sampled already.
             text = next((text.removeprefix(end) for end in ends if text.startswith(end)), text)
@@ -77,8 +77,7 @@ class Tokenization:
             )
         self._chat = True
         messages = [{"role": message.role, "content": message.content} for message in problem.prompt]
-        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return tuple(encode_chat(self._tokenizer, messages))
 
     def _ends(self, described: Any) -> tuple[int, ...]:
         """Token ids that end a response."""

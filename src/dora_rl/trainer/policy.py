@@ -22,6 +22,7 @@ from dora_rl.core.trajectory import Trajectory
 from dora_rl.models import exactness, head
 from dora_rl.models.exactness import ExactnessDifference
 from dora_rl.models.packed import NAME
+from dora_rl.models.text import model_context
 from dora_rl.trainer.config import TrainerConfig
 from dora_rl.trainer.packing import MicroBatch, pack
 from dora_rl.trainer.rank_group import RankGroup, shard
@@ -190,7 +191,7 @@ def _measure(model: Any, form: Form, trajectories: list[Trajectory], wanted: lis
 
 def _siblings(model: Any) -> tuple[list[Trajectory], int]:
     """Ragged trajectories with one prompt, and its length."""
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or max(exactness.LENGTHS)
+    limit = model_context(model.config) or max(exactness.LENGTHS)
     sequences = exactness.probe_sequences(model, limit)
     prompt = min(3, min(map(len, sequences)) - 1)
     made = []

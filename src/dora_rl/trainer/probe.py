@@ -15,6 +15,7 @@ import torch
 
 from dora_rl.core.probe import Probe, sequences, tolerance_of
 from dora_rl.core.trajectory import Trajectory
+from dora_rl.models.text import model_context
 from dora_rl.trainer.moe import Routers
 from dora_rl.trainer.packing import MicroBatch, pack
 from dora_rl.trainer.policy import Policy
@@ -29,7 +30,7 @@ class TrainerProbe:
     def __init__(self, model: Any, seed: int) -> None:
         config = model.config.get_text_config()
         vocabulary = min(config.vocab_size, model.get_input_embeddings().weight.shape[0])
-        context = getattr(config, "max_position_embeddings", None) or _UNBOUNDED
+        context = model_context(model.config) or _UNBOUNDED
         self._sequences = sequences(seed, vocabulary, context)
         self._dtype = str(model.dtype).removeprefix("torch.")
         self._sparse = any((getattr(config, name, None) or 0) > 1 for name in _EXPERTS)

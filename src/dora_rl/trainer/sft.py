@@ -18,6 +18,7 @@ from dora_rl.core.config import Config
 from dora_rl.core.errors import DataError
 from dora_rl.core.trajectory import Group, Trajectory
 from dora_rl.core.types import Record
+from dora_rl.models.text import encode_chat
 from dora_rl.trainer.config import LoraConfig, OptimiserConfig, TrainerConfig
 from dora_rl.trainer.trainer import Trainer
 
@@ -164,19 +165,12 @@ def _ids(fields: tuple[Any, Any], tokenizer: Any | None, where: str) -> tuple[li
     if _is_messages(prompt) and _is_messages(completion):
         if tokenizer.chat_template is None:
             raise DataError(f"{where}: the tokenizer has no chat template; give prompt and completion as text")
-        start = _chat(tokenizer, prompt, generate=True)
-        whole = _chat(tokenizer, prompt + completion, generate=False)
+        start = encode_chat(tokenizer, prompt)
+        whole = encode_chat(tokenizer, prompt + completion, generate=False)
         if whole[: len(start)] != start:
             raise DataError(f"{where}: the chat template does not continue the prompt's tokens with the completion's")
         return start, whole[len(start) :]
     raise DataError(f"{where}: prompt and completion must both be text, chat messages, or token ids")
-
-
-def _chat(tokenizer: Any, messages: list[Any], generate: bool) -> list[int]:
-    ids: list[int] = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=generate, tokenize=True, return_dict=True
-    )["input_ids"]
-    return ids
 
 
 def _is_ids(value: Any) -> bool:

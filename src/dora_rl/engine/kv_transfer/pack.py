@@ -67,7 +67,7 @@ def unpack(frame: Frame, slot: EngineSlot, cache: KvCache, arrival: int, context
     length = len(request.prompt) + len(request.response)
     if len(frame.kv) != blocks * cache.shape.block_bytes or not 0 <= moved.computed < max(length, 1):
         raise BundleError(f"the bundle of {name} has {len(frame.kv):,} bytes of KV for {moved.computed} tokens")
-    limit = min(len(request.prompt) + request.sampling.max_tokens, context)
+    limit = request.length_limit(context)
     if length >= limit:
         raise BundleError(f"{name} does not fit: {length} tokens are there and at most {limit} may be")
     if cache.shape.blocks(limit) > cache.count:

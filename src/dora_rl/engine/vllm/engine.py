@@ -394,7 +394,7 @@ class VllmEngine:
         if request.trajectory in self._sequences:
             raise RequestError(f"trajectory {request.trajectory} is already here")
         check_request(request, vocab=core.vocab, context=core.context, tokenizer=self._tokenizer)
-        limit = min(len(request.prompt) + request.sampling.max_tokens, core.context)
+        limit = request.length_limit(core.context)
         if limit > core.kv_tokens:
             raise PromptError(
                 f"trajectory {request.trajectory} may grow to {limit} tokens, but kv_bytes allows {core.kv_tokens}; "

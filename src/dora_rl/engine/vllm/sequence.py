@@ -34,7 +34,7 @@ class VllmSequence:
         self.slot = slot
         self.fingerprint = fingerprint
         self.prompt_length = len(request.prompt)
-        self.limit = min(self.prompt_length + request.sampling.max_tokens, context)
+        self.limit = request.length_limit(context)
         """Length at which it ends."""
         self.tokens = array("i", request.prompt + request.response)
         self.logprobs = array("f")
