@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dora_rl.orchestrator.modes import MODES
 from dora_rl.orchestrator.orchestrator import Orchestrator
 from dora_rl.sim.config import Workload
 from dora_rl.sim.costs import Costs
@@ -14,7 +15,7 @@ from dora_rl.sim.invariants import InvariantChecker
 from dora_rl.sim.lower_bound import lower_bound
 from dora_rl.sim.plan import candidates, plan
 from dora_rl.sim.presets import PRESETS, preset
-from dora_rl.sim.run import MODES, control_for, parse_variant, simulate
+from dora_rl.sim.run import control_for, parse_variant, simulate
 from dora_rl.sim.runtime import SimRuntime
 from dora_rl.sim.workload import Source
 

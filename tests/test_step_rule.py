@@ -88,13 +88,13 @@ changes = st.lists(
 @given(st.integers(1, 3), st.integers(0, 4), changes)
 def test_no_deadline_is_missed_and_nothing_stalls_while_the_bound_changes(size, staleness, happenings) -> None:  # type: ignore[no-untyped-def]
     """Admission, the step rule and changes of the bound, with groups finishing in any order: always feasible."""
-    mode = Streaming(groups_per_step=size, staleness=staleness, mixes_versions=False)
+    mode = Streaming(groups_per_step=size, staleness=staleness)
     ledger = GroupTable(group_size=1, min_survivors=1)
     step, rule, batch = 0, StepRule(0, size), []
     for what, number in [*happenings, *[("finish", 0)] * 100]:
         if what == "bound":
-            mode.rebound(number)
-        while mode.allowance(step, ledger) > 0:
+            mode.change_bound(number)
+        while mode.allowance(ledger) > 0:
             ledger.admit(Prompt(key="p", tokens=1), step, step + mode.staleness, cast("SlotState", None), 0)
         running = [group for group in ledger.groups.values() if group.stage is GroupStage.OPEN]
         if what == "finish" and running:

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from dora_rl.core.activities import ActivityLabel, IdleCause, IdleReason
 from dora_rl.core.interfaces import drive
 from dora_rl.core.time_accounting import Activity, TimeAccount
+from dora_rl.orchestrator.modes import MODES, LayoutKind
 from dora_rl.orchestrator.orchestrator import Orchestrator
-from dora_rl.sim.config import LayoutKind
 from dora_rl.sim.presets import preset
-from dora_rl.sim.run import MODES, control_for, parse_variant
+from dora_rl.sim.run import control_for, parse_variant
 from dora_rl.sim.runtime import SimRuntime
 
 IDLE = Activity(ActivityLabel.IDLE, None, IdleCause(reason=IdleReason.STARTING))

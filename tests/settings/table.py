@@ -88,10 +88,12 @@ RUN: Table = {
     ),
     "control": Row("runtime.supervisor.run:Run._wire", why=SECTION),
     "control.mode": Row(
-        "orchestrator.modes:make_mode", "settings/test_supervisor.py::test_groups_are_admitted_as_mode_and_bound_say"
+        "orchestrator.context:Context.__init__",
+        "settings/test_supervisor.py::test_groups_are_admitted_as_mode_and_bound_say",
     ),
     "control.max_staleness": Row(
-        "orchestrator.modes:make_mode", "settings/test_supervisor.py::test_groups_are_admitted_as_mode_and_bound_say"
+        "orchestrator.context:Context.__init__",
+        "settings/test_supervisor.py::test_groups_are_admitted_as_mode_and_bound_say",
     ),
     "control.groups_per_step": Row(
         "orchestrator.trainer_state:TrainerState._complete",
@@ -121,7 +123,7 @@ RUN: Table = {
         "settings/test_simulation.py::test_every_setting_changes_what_is_predicted",
     ),
     "control.stream": Row(
-        "orchestrator.trainer_state:TrainerState._streaming",
+        "orchestrator.context:Context.streams",
         "settings/test_supervisor.py::test_groups_are_streamed_only_if_told",
     ),
     "control.rebalance_seconds": Row(

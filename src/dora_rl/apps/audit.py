@@ -23,7 +23,6 @@ from dora_rl.ledger.auditor import Terms
 from dora_rl.ledger.ledger import LedgerError, Logged, connect, read_notes
 from dora_rl.ledger.notes import CheckpointSaved, Configured, Noted, SettingChanged
 from dora_rl.orchestrator.config import ControlConfig
-from dora_rl.orchestrator.modes import make_mode
 from dora_rl.orchestrator.orchestrator import Orchestrator
 from dora_rl.runtime.checkpoint_manifest import checkpoint_problems, policy
 from dora_rl.runtime.provenance import config_problems, files_changed
@@ -108,12 +107,11 @@ def verdict(found: Audit) -> str:
 
 def terms(control: ControlConfig) -> Terms:
     """What a configuration promises."""
-    mode = make_mode(control)
     return Terms(
         groups_per_step=control.groups_per_step,
         group_size=control.group_size,
-        staleness=mode.staleness,
-        mixes=mode.mixes_versions,
+        staleness=control.staleness,
+        mixes=control.mode_spec.mixes_versions,
         steps=control.steps,
     )
 

@@ -19,6 +19,7 @@ import tomli_w
 from pydantic import BaseModel
 from typer.core import TyperCommand
 
+from dora_rl.core.config import NameOf
 from dora_rl.core.errors import UserError
 
 if typing.TYPE_CHECKING:
@@ -56,7 +57,7 @@ def _walk(kind: type[BaseModel], value: BaseModel | None, path: str) -> Iterator
         else:
             default = default_of(field, value, name)
             said = _REQUIRED if field.is_required() else _UNSET if default is None else toml(default)
-            yield Setting(f"{path}{name}", _kind(field.annotation), said, sentence(field.description or ""))
+            yield Setting(f"{path}{name}", _values(field), said, sentence(field.description or ""))
     for name, field, model in inner:
         default = default_of(field, value, name)
         off = _UNSET if default is None and optional(field) else ""
@@ -91,6 +92,12 @@ def toml(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(toml, value))}]"
     return tomli_w.dumps({"it": value}).strip().removeprefix("it = ")
+
+
+def _values(field: FieldInfo) -> str:
+    """What a key may be, in words: the names of its registry if it has one, else its type."""
+    names = next((list(one.registry) for one in field.metadata if isinstance(one, NameOf)), None)
+    return _kind(field.annotation) if names is None else "|".join(names)
 
 
 def _kind(annotation: Any) -> str:

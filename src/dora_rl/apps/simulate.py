@@ -15,12 +15,13 @@ from dora_rl.apps.output_file import make_sure_of
 from dora_rl.apps.timeline import write_timeline
 from dora_rl.core.config import build, override, read_toml
 from dora_rl.core.errors import ConfigError
+from dora_rl.orchestrator.modes import MODES
 from dora_rl.sim.config import SimConfig
 from dora_rl.sim.plan import Planned, plan
 from dora_rl.sim.presets import PRESETS, preset
 from dora_rl.sim.run import Result, parse_variant, simulate
 
-DEFAULT_MODES = "sync,one_step_off,partial,dora"
+DEFAULT_MODES = ",".join(MODES)
 console = Console()
 
 Set = Annotated[

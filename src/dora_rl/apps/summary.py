@@ -19,6 +19,7 @@ from dora_rl.apps import run_reader as recorded
 from dora_rl.core.activities import WORK, IdleReason
 from dora_rl.core.time_accounting import NOT_COUNTED, named, occupancy
 from dora_rl.core.types import SECOND, Nanoseconds, Record, StepId, Version
+from dora_rl.orchestrator.modes import MODES
 from dora_rl.runtime.run_dir import RunDir
 
 STARTING = f"idle: {IdleReason.STARTING.value}"
@@ -123,7 +124,7 @@ def _progress(folder: RunDir, metrics: recorded.Metrics, facts: recorded.RunFact
     return RunProgress(
         name=folder.path.resolve().name,
         mode=control["mode"],
-        max_staleness={"sync": 0, "one_step_off": 1}.get(control["mode"], control["max_staleness"]),
+        max_staleness=MODES[control["mode"]].staleness(control["max_staleness"]),
         steps=len(facts.published),
         steps_asked=control["steps"],
         state=_state(folder, facts, control["steps"]),

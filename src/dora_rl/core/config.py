@@ -8,14 +8,38 @@ from __future__ import annotations
 import difflib
 import tomllib
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError
+from pydantic_core import core_schema
 
 from dora_rl.core.errors import ConfigError
 
 C = TypeVar("C", bound="Config")
+
+
+@dataclass(frozen=True, slots=True)
+class NameOf:
+    """Says of a field that it names an entry of a registry: `mode: Annotated[str, NameOf("mode", MODES)]`.
+
+    An unknown name is refused with the nearest one.
+    """
+
+    kind: str
+    """What the registry holds, in words."""
+    registry: Mapping[str, object]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def _check(self, name: str) -> str:
+        if name not in self.registry:
+            nearest = difflib.get_close_matches(name, self.registry, n=1)
+            hint = f"did you mean '{nearest[0]}'?" if nearest else f"known are: {', '.join(self.registry)}"
+            raise ValueError(f"there is no {self.kind} '{name}'; {hint}")
+        return name
 
 
 class Config(BaseModel):
@@ -92,7 +116,7 @@ def _sentence(kind: type[BaseModel], error: ValidationError) -> str:
     if not field:
         return message
     given = first["input"]
-    said = f", not {given!r}" if isinstance(given, str | int | float | bool) else ""
+    said = f", not {given!r}" if isinstance(given, str | int | float | bool) and repr(given) not in message else ""
     return f"'{field}': {message[0].lower()}{message[1:]}{said}"
 
 

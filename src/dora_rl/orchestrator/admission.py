@@ -96,7 +96,7 @@ class Admission:
         size = context.config.group_size
         share = 1.0 - context.config.kv_headroom
         loading = context.fleet.loading.get(version, 0)
-        enough = context.mode.repartitions and context.ledger.live >= context.pacing.enough()
+        enough = context.mode.serves_several_versions and context.ledger.live >= context.pacing.enough()
         even = math.inf
         if loading:
             requests = self._rollout.requests.get(version, 0) + wanted * size

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from dora_rl.core.config import Config
+from dora_rl.core.config import Config, NameOf
+from dora_rl.orchestrator.modes import MODES, ModeSpec
+from dora_rl.orchestrator.placement import PLACEMENT_RULES, PlacementRule
 
-ModeName = Literal["sync", "one_step_off", "partial", "dora"]
-PlacementName = Literal["deadline", "proportional"]
+ModeName = Annotated[str, NameOf("mode", MODES)]
+PlacementName = Annotated[str, NameOf("placement rule", PLACEMENT_RULES)]
 AdmissionName = Literal["just_in_time", "eager"]
 MOST_STALENESS = 64
 """No algorithm learns from older groups, and the step rule looks at each deadline."""
@@ -72,6 +74,16 @@ class ControlConfig(Config):
     deadlines: Deadlines = Deadlines()
 
     @property
+    def mode_spec(self) -> ModeSpec:
+        """The row of `mode` in the registry."""
+        return MODES[self.mode]
+
+    @property
+    def placement_rule(self) -> PlacementRule:
+        """The row of `placement` in the registry."""
+        return PLACEMENT_RULES[self.placement]
+
+    @property
     def staleness(self) -> int:
-        """K of the mode, set or its own."""
-        return {"sync": 0, "one_step_off": 1}.get(self.mode, self.max_staleness)
+        """The staleness bound: `max_staleness`, unless the mode fixes another."""
+        return self.mode_spec.staleness(self.max_staleness)

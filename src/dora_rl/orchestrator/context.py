@@ -9,7 +9,7 @@ from dora_rl.core.types import Fingerprint, Nanoseconds, Prompt, Version, nanose
 from dora_rl.orchestrator.config import ControlConfig
 from dora_rl.orchestrator.group_table import GroupTable
 from dora_rl.orchestrator.instances import InstanceTable
-from dora_rl.orchestrator.modes import Mode
+from dora_rl.orchestrator.modes import AdmissionPolicy
 from dora_rl.orchestrator.pacing import Pacing
 from dora_rl.orchestrator.timers import Timers, Wait
 
@@ -17,9 +17,10 @@ from dora_rl.orchestrator.timers import Timers, Wait
 class Context:
     """Shared state; one per orchestrator."""
 
-    def __init__(self, config: ControlConfig, mode: Mode) -> None:
+    def __init__(self, config: ControlConfig) -> None:
         self.config = config
-        self.mode = mode
+        self.mode = config.mode_spec
+        self.policy: AdmissionPolicy = self.mode.policy(config.groups_per_step, config.staleness)
         self.ledger = GroupTable(config.group_size, config.min_survivors)
         self.fleet = InstanceTable()
         self.timers = Timers()
@@ -46,15 +47,20 @@ class Context:
         """Give a wait its deadline."""
         self.timers.set(self.now + nanoseconds(seconds), wait, *key)
 
+    def open_batch(self) -> None:
+        """Let the mode begin another batch, if it admits whole batches and the next one may begin now."""
+        if self.newest is not None:
+            self.policy.open_batch(self.newest, self.ledger)
+
     def rollout_version(self) -> Version | None:
         """The version that new groups get."""
-        return None if self.newest is None else self.mode.version(self.newest, self.ledger)
+        return None if self.newest is None else self.policy.version(self.newest)
 
     def allowance(self) -> int:
         """How many groups the rules would admit now, whether or not there are prompts and room."""
         if self.newest is None:
             return 0
-        allowed = self.mode.allowance(self.newest, self.ledger)
+        allowed = self.policy.allowance(self.ledger)
         if self.config.steps is not None:
             started = self.ledger.admitted - self.ledger.failed
             allowed = min(allowed, self.config.steps * self.config.groups_per_step - started)
@@ -67,9 +73,16 @@ class Context:
         Not where instances share the trainer's devices, since there it waits by design, and not with K = 0, where every
         group belongs to the step that has begun.
         """
-        mode = self.mode
-        late = self.config.admission == "just_in_time" and mode.repartitions and mode.staleness > 0
-        return late and self.pacing.measured and not self.fleet.sharing
+        late = self.config.admission == "just_in_time" and self.mode.serves_several_versions
+        return late and self.policy.staleness > 0 and self.pacing.measured and not self.fleet.sharing
+
+    @property
+    def streams(self) -> bool:
+        """Finished groups go to the trainer before their step is complete.
+
+        Not with K = 0, which is synchronous training, also in the order of its sums.
+        """
+        return self.config.stream and self.mode.streams and self.policy.staleness > 0
 
     def wanted(self) -> int:
         """How many groups the trainer wants to be begun now, of those that the rules would admit."""

@@ -1,75 +1,65 @@
-"""How rollout and training interleave: a mode says which version new groups get, and how many may be admitted now.
+"""How rollout and training interleave. A mode is a row of `MODES`: facts that the other modules read, and a policy.
 
 - `sync`: step n trains groups of version n; rollout waits for training and training for the last trajectory.
 - `one_step_off`: the next batch is generated while the last one trains, one version behind.
 - `partial`: rollout never waits; new weights are loaded under running requests, so trajectories mix versions.
-- `dora`: rollout never waits and trajectories never mix: several versions are served side by side.
+- `dora`: rollout never waits and trajectories never mix versions: several versions are served side by side.
 
-A mode is a policy of the one orchestrator, not a second loop.
+To add a mode, add a row. No other module knows the modes by name: each asks the row (`ControlConfig.mode_spec`).
+
+The admission policy of a mode decides which version new groups get and how many may be admitted. Its queries change
+nothing; `open_batch` and `change_bound` are the only methods that change its state.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from dora_rl.core.types import Version
-from dora_rl.orchestrator.config import ControlConfig, ModeName
 from dora_rl.orchestrator.group_table import GroupTable
 
+LayoutKind = Literal["colocated", "disaggregated", "elastic"]
 
-class Mode(Protocol):
-    """The policy by which the modes differ."""
+
+class AdmissionPolicy(Protocol):
+    """Which version new groups get, and how many may be admitted."""
 
     @property
     def staleness(self) -> int:
         """The bound K in force."""
         ...
 
-    @property
-    def mixes_versions(self) -> bool:
-        """Running requests go on under new weights."""
+    def open_batch(self, newest: Version, groups: GroupTable) -> None:
+        """Begin another batch, if the policy admits whole batches and the next one may begin now."""
         ...
 
-    @property
-    def repartitions(self) -> bool:
-        """Old versions keep slots of their own, and requests move between them."""
-        ...
-
-    @property
-    def streams(self) -> bool:
-        """Finished groups may go to the trainer before their step is complete."""
-        ...
-
-    @property
-    def rebounds(self) -> bool:
-        """The bound may be changed while it runs."""
-        ...
-
-    def rebound(self, staleness: int) -> None:
+    def change_bound(self, staleness: int) -> None:
         """Admit by another bound from now on."""
         ...
 
-    def version(self, newest: Version, ledger: GroupTable) -> Version:
+    def version(self, newest: Version) -> Version:
         """The version that new groups get."""
         ...
 
-    def allowance(self, newest: Version, ledger: GroupTable) -> int:
+    def allowance(self, groups: GroupTable) -> int:
         """How many more groups may be admitted now."""
         ...
 
 
 @dataclass(slots=True)
 class Streaming:
-    """`dora` and `partial`: admission is open while the untrained groups number less than (K + 1) * B.
+    """Admission is open while the untrained groups number less than (K + 1) * B; new groups get the newest version.
 
-    K may change at any moment (`rebound`). A group keeps the deadline that it got, its version + the K of then; the
-    groups admitted later get version + the new K. A larger K opens admission at once. A smaller one closes it until the
-    untrained groups number less than (new K + 1) * B, so it takes effect by waiting, and nothing is dropped.
+    K may change at any moment (`change_bound`). A group keeps the deadline that it got at its admission, its version +
+    the K of that moment; groups admitted later get their version + the new K. A larger K opens admission at once. A
+    smaller one closes it until the untrained groups number less than (new K + 1) * B, so it takes effect by waiting,
+    and nothing is dropped.
 
     Why no deadline is missed, whatever the Ks were. Let n be the newest version, K the bound of now, and d >= n.
     Call due(d) the untrained groups with deadline <= d, later(d) the rest of the untrained, taken(d) those of the rest
-    that step n has taken already. What must hold, between any two events, is the condition of `batching`:
+    that step n has taken already. What must hold, between any two events, is the condition of `step_rule`:
 
         taken(d) <= B - need(d),      need(d) = due(d) - (d - n) * B
 
@@ -83,90 +73,89 @@ class Streaming:
 
     groups_per_step: int
     staleness: int
-    mixes_versions: bool
 
-    @property
-    def repartitions(self) -> bool:
-        return not self.mixes_versions
+    def open_batch(self, newest: Version, groups: GroupTable) -> None:
+        """Groups are admitted one by one, not in batches."""
 
-    @property
-    def streams(self) -> bool:
-        return self.staleness > 0  # K = 0 is synchronous training, also in the order of its sums
-
-    @property
-    def rebounds(self) -> bool:
-        return not self.mixes_versions
-
-    def rebound(self, staleness: int) -> None:
+    def change_bound(self, staleness: int) -> None:
         self.staleness = staleness
 
-    def version(self, newest: Version, ledger: GroupTable) -> Version:  # noqa: ARG002
+    def version(self, newest: Version) -> Version:
         return newest
 
-    def allowance(self, newest: Version, ledger: GroupTable) -> int:  # noqa: ARG002
-        return (self.staleness + 1) * self.groups_per_step - ledger.live
+    def allowance(self, groups: GroupTable) -> int:
+        return (self.staleness + 1) * self.groups_per_step - groups.live
 
 
 @dataclass(slots=True)
 class Barrier:
-    """`sync` (lag 0) and `one_step_off` (lag 1): whole batches, each opened when the one before has finished.
+    """Groups are admitted in whole batches; a batch opens when all groups of the one before have finished.
 
-    Batch k is generated under one version, at least k - lag.
+    Batch k is generated under one version, which is at least k - `staleness`.
     """
 
     groups_per_step: int
-    lag: int
+    staleness: int
     opened: int = 0
+    """Number of batches opened so far."""
     pinned: Version = 0
+    """Version of the batch opened last."""
 
-    @property
-    def staleness(self) -> int:
-        return self.lag
-
-    @property
-    def mixes_versions(self) -> bool:
-        return False
-
-    @property
-    def repartitions(self) -> bool:
-        return False
-
-    @property
-    def streams(self) -> bool:
-        return False
-
-    @property
-    def rebounds(self) -> bool:
-        return False
-
-    def rebound(self, staleness: int) -> None:
-        raise AssertionError(f"a barrier has the bound {self.lag}, not {staleness}")
-
-    def version(self, newest: Version, ledger: GroupTable) -> Version:
-        self._open(newest, ledger)
-        return self.pinned
-
-    def allowance(self, newest: Version, ledger: GroupTable) -> int:
-        self._open(newest, ledger)
-        return self._missing(ledger)
-
-    def _missing(self, ledger: GroupTable) -> int:
-        """Groups that the opened batches still lack; a failed group is replaced in its batch."""
-        return self.opened * self.groups_per_step - (ledger.admitted - ledger.failed)
-
-    def _open(self, newest: Version, ledger: GroupTable) -> None:
-        if newest >= self.opened - self.lag and not self._missing(ledger) and not ledger.unfinished:
+    def open_batch(self, newest: Version, groups: GroupTable) -> None:
+        if newest >= self.opened - self.staleness and not self.allowance(groups) and not groups.unfinished:
             self.opened += 1
             self.pinned = newest
 
+    def change_bound(self, staleness: int) -> None:
+        raise AssertionError(f"a barrier has the bound {self.staleness}, not {staleness}")
 
-def make_mode(config: ControlConfig) -> Mode:
-    """The mode that a config names."""
-    batch, staleness = config.groups_per_step, config.max_staleness
-    modes: dict[ModeName, Mode] = {
-        "sync": Barrier(groups_per_step=batch, lag=0),
-        "one_step_off": Barrier(groups_per_step=batch, lag=1),
-        "partial": Streaming(groups_per_step=batch, staleness=staleness, mixes_versions=True),
-        "dora": Streaming(groups_per_step=batch, staleness=staleness, mixes_versions=False),
-    }
-    return modes[config.mode]
+    def version(self, newest: Version) -> Version:  # noqa: ARG002
+        return self.pinned
+
+    def allowance(self, groups: GroupTable) -> int:
+        """Groups that the opened batches still lack; a failed group is replaced in its batch."""
+        return self.opened * self.groups_per_step - (groups.admitted - groups.failed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModeSpec:
+    """One mode: what the other modules need to know about it."""
+
+    policy: Callable[[int, int], AdmissionPolicy]
+    """Makes the admission policy, from `groups_per_step` and the staleness bound."""
+    bound: int | None = None
+    """The staleness bound, if the mode fixes it; None if `control.max_staleness` sets it."""
+    bound_can_change: bool = False
+    """The bound may change while the run goes on."""
+    mixes_versions: bool = False
+    """New weights are loaded under running requests, which go on with them."""
+    serves_several_versions: bool = False
+    """Old versions keep slots while they have requests; slots are divided between versions and requests move."""
+    streams: bool = False
+    """Finished groups may go to the trainer before their step is complete."""
+    overlaps: bool = True
+    """Rollout goes on while the trainer works."""
+    admits_newest_only: bool = False
+    """A new group always gets the newest version."""
+    layout: LayoutKind = "disaggregated"
+    """Default layout of devices in simulations."""
+
+    def staleness(self, max_staleness: int) -> int:
+        """The bound in force at the start of a run with this setting of `control.max_staleness`."""
+        return max_staleness if self.bound is None else self.bound
+
+
+MODES: dict[str, ModeSpec] = {
+    "sync": ModeSpec(policy=Barrier, bound=0, overlaps=False, admits_newest_only=True, layout="colocated"),
+    "one_step_off": ModeSpec(policy=Barrier, bound=1),
+    "partial": ModeSpec(
+        policy=Streaming, mixes_versions=True, streams=True, admits_newest_only=True, layout="colocated"
+    ),
+    "dora": ModeSpec(
+        policy=Streaming,
+        bound_can_change=True,
+        serves_several_versions=True,
+        streams=True,
+        admits_newest_only=True,
+    ),
+}

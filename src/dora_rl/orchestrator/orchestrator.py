@@ -25,7 +25,7 @@ from dora_rl.orchestrator.config import MOST_STALENESS, ControlConfig
 from dora_rl.orchestrator.context import Context
 from dora_rl.orchestrator.idle_causes import IdleExplainer
 from dora_rl.orchestrator.instances import InstanceState, SlotState
-from dora_rl.orchestrator.modes import make_mode
+from dora_rl.orchestrator.modes import MODES
 from dora_rl.orchestrator.request_scheduler import RequestScheduler
 from dora_rl.orchestrator.slot_assignment import MOST_LOAD_FAILURES, SlotAssignment
 from dora_rl.orchestrator.snapshot import SlotView, Snapshot
@@ -41,7 +41,7 @@ class Orchestrator:
 
     def __init__(self, config: ControlConfig) -> None:
         self.config = config
-        self._context = Context(config, make_mode(config))
+        self._context = Context(config)
         self._training = TrainerState(self._context)
         self._rollout = RequestScheduler(self._context, self._training)
         self._admission = Admission(self._context, self._rollout)
@@ -121,7 +121,7 @@ class Orchestrator:
         return Snapshot(
             newest=context.newest,
             rollout_version=context.rollout_version(),
-            max_staleness=context.mode.staleness,
+            max_staleness=context.policy.staleness,
             admissible=context.admissible(),
             untrained=dict(context.ledger.untrained),
             waiting={version: len(queue) for version, queue in self._rollout.waiting.items()},
@@ -164,6 +164,7 @@ class Orchestrator:
         rollout, partition = self._rollout, self._partition
         if self._training.collect():
             self._pause(paused=True)
+        self._context.open_batch()
         if partition.notice_rollout_version():
             self._admission.forget_room()
         # What is done for one slot can touch others, so look until all is at rest; explain at the end what was seen.
@@ -331,15 +332,16 @@ class Orchestrator:
         return True
 
     def _check_bound(self, staleness: int) -> None:
-        if not self._context.mode.rebounds:
+        if not self._context.mode.bound_can_change:
+            able = " or ".join(f"'{name}'" for name, mode in MODES.items() if mode.bound_can_change)
             raise ConfigError(
-                f"'max_staleness': mode {self.config.mode} keeps its bound while it runs: only 'dora' can change it"
+                f"'max_staleness': mode {self.config.mode} keeps its bound while it runs: only {able} can change it"
             )
         if not 0 <= staleness <= MOST_STALENESS:
             raise ConfigError(f"'max_staleness': {staleness} is not between 0 and {MOST_STALENESS}")
 
     def _on_bound_changed(self, event: e.BoundChanged) -> bool:
-        self._context.mode.rebound(event.max_staleness)
+        self._context.policy.change_bound(event.max_staleness)
         return True
 
     # -- deadlines --------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dora_rl.core.types import DecodeCost, Version
-from dora_rl.orchestrator.config import PlacementName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +59,6 @@ _MARGIN = 0.7
 than needed costs little; a deadline missed stalls the trainer."""
 
 Targets = dict[Version, int]
-PlacementRule = Callable[[PlacementFacts], Targets]
 
 
 def fewest(facts: PlacementFacts, old: VersionFacts) -> int:
@@ -141,4 +139,18 @@ def proportional(facts: PlacementFacts) -> Targets:
     return targets
 
 
-RULES: dict[PlacementName, PlacementRule] = {"deadline": deadline, "proportional": proportional}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementRule:
+    """One placement rule."""
+
+    targets: Callable[[PlacementFacts], Targets]
+    """How many slots each old version should have."""
+    consolidates: bool
+    """Between rebalances too, a version gives up slots as soon as its remaining requests fit on fewer."""
+
+
+PLACEMENT_RULES: dict[str, PlacementRule] = {
+    "deadline": PlacementRule(targets=deadline, consolidates=True),
+    "proportional": PlacementRule(targets=proportional, consolidates=False),
+}
+"""To add a placement rule, write its function and add a row here: nothing else knows the rules by name."""

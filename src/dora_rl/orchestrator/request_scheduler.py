@@ -237,7 +237,7 @@ class RequestScheduler:
         """Admit the next prompt under a version and begin its group on a slot."""
         context = self._context
         prompt = context.prompts.popleft()
-        group = context.ledger.admit(prompt, version, version + context.mode.staleness, slot, context.now)
+        group = context.ledger.admit(prompt, version, version + context.policy.staleness, slot, context.now)
         for trajectory in group.trajectories:
             context.fleet.place(trajectory, slot)
         slot.instance.kv_tokens += prompt.tokens + context.config.group_size

@@ -34,7 +34,7 @@ from dora_rl.orchestrator.context import Context
 from dora_rl.orchestrator.group_table import Stage, TrajectoryState
 from dora_rl.orchestrator.instances import InstanceState, SlotState
 from dora_rl.orchestrator.migration import PlannedMove, evacuate, lighten, movable, spread
-from dora_rl.orchestrator.placement import RULES, PlacementFacts, Targets, VersionFacts
+from dora_rl.orchestrator.placement import PlacementFacts, Targets, VersionFacts
 from dora_rl.orchestrator.request_scheduler import RequestScheduler
 from dora_rl.orchestrator.timers import Wait
 from dora_rl.orchestrator.trainer_state import TrainerState
@@ -51,7 +51,7 @@ class SlotAssignment:
         self._context = context
         self._rollout = rollout
         self._training = training
-        self._rule = RULES[context.config.placement]
+        self._rule = context.config.placement_rule
         self._targets: Targets = {}
         self._try_below: dict[Version, int] = {}
         """Number of requests of a draining version below which emptying a slot is tried again."""
@@ -188,7 +188,7 @@ class SlotAssignment:
         fleet.
         """
         context = self._context
-        if not context.mode.repartitions or context.config.placement != "deadline" or self._all_fit():
+        if not context.mode.serves_several_versions or not self._rule.consolidates or self._all_fit():
             return
         if version == self._rollout_version or not context.admissible():
             return
@@ -210,13 +210,13 @@ class SlotAssignment:
     def rebalance(self) -> None:
         """The mandatory and periodic trigger: new targets for all versions."""
         context = self._context
-        if not context.mode.repartitions or self._rollout_version is None or not context.fleet.instances:
+        if not context.mode.serves_several_versions or self._rollout_version is None or not context.fleet.instances:
             return
         if self._all_fit():
             self._targets = {}
             self._donors.clear()
             return
-        self._targets = self._rule(self._facts())
+        self._targets = self._rule.targets(self._facts())
         missing = 0
         self._donors.clear()
         for version in sorted(self._targets):
@@ -236,7 +236,7 @@ class SlotAssignment:
     def relieve(self, instance: InstanceState) -> None:
         """The instance's KV cache overflows: move requests to emptier slots of their version."""
         context = self._context
-        if not context.mode.repartitions:
+        if not context.mode.serves_several_versions:
             return
         excess = instance.kv_tokens - int(instance.spec.kv_tokens * context.config.pack_limit)
         for slot in instance.slots:
@@ -315,7 +315,7 @@ class SlotAssignment:
 
     def paused(self, instances: Iterable[InstanceState]) -> None:
         """Devices of these instances train now: their requests may go on elsewhere, the longest first."""
-        if not self._context.mode.repartitions:
+        if not self._context.mode.serves_several_versions:
             return
         held: dict[Version, list[TrajectoryState]] = {}
         for instance in instances:
@@ -410,7 +410,7 @@ class SlotAssignment:
         assert context.newest is not None
         if self._training.busy_seconds is None:
             return math.inf
-        deadline = context.ledger.first_due.get(version, version + context.mode.staleness)
+        deadline = context.ledger.first_due.get(version, version + context.policy.staleness)
         steps = deadline - context.newest + 1
         elapsed = (context.now - self._training.published_at) / SECOND
         return max(0.0, steps * self._training.busy_seconds - elapsed)

@@ -224,7 +224,7 @@ class TrainerState:
     @property
     def _streaming(self) -> bool:
         """Groups go to the trainer as they finish."""
-        return self._context.config.stream and self._context.mode.streams and not self._context.fleet.sharing
+        return self._context.streams and not self._context.fleet.sharing
 
     def _measure(self) -> None:
         """A step has ended: note how long the trainer worked for it and waited."""
@@ -240,7 +240,7 @@ class TrainerState:
             self._taking_seconds = (self._taking_seconds + taking) / 2
         if self._life == self.attempt and pacing.measured:
             waited = (now - self.published_at) / SECOND - seconds
-            pacing.waited(waited / self.busy_seconds, most=self._context.mode.staleness + 1)
+            pacing.waited(waited / self.busy_seconds, most=self._context.policy.staleness + 1)
         pacing.timed(self.busy_seconds, self._taking_seconds)
 
     def _work(self, *, busy: bool) -> None:

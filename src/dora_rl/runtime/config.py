@@ -158,8 +158,10 @@ class RunConfig(Config):
             raise ValueError("'trainer.temperature' follows 'sampling.temperature'; leave it out")
         if not self.reward.functions and self.environment.kind is None:
             raise ValueError("'reward.functions' is empty: name what a response is worth, for instance [\"exact\"]")
-        if self.rollout.engine.kind == "vllm" and self.control.mode == "partial":
-            raise ValueError("'control.mode' can't be 'partial' with vLLM, which would change weights under old KV")
+        if self.rollout.engine.kind == "vllm" and self.control.mode_spec.mixes_versions:
+            raise ValueError(
+                f"'control.mode' can't be '{self.control.mode}' with vLLM, which would change weights under old KV"
+            )
         lora = self.trainer.lora
         if self.rollout.engine.kind == "vllm" and lora is not None and not isinstance(lora.targets, str):
             embeddings = [target for target in lora.targets if target.rpartition(".")[2] in ("embed_tokens", "wte")]

@@ -256,7 +256,7 @@ class ChaosRuntime:
 
     def _change_bound(self) -> bool:
         """Not a fault, but as untimely: another K, on its way like any report."""
-        if self.config.mode != "dora":
+        if not self.config.mode_spec.bound_can_change:
             return False
         self._reports.append(e.BoundChanged(max_staleness=self.choose(5)))
         return True

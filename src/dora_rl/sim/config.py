@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 
 from dora_rl.core.config import Config
 from dora_rl.orchestrator.config import ControlConfig, ModeName
-
-LayoutKind = Literal["colocated", "disaggregated", "elastic"]
+from dora_rl.orchestrator.modes import MODES, LayoutKind
 
 
 class Hardware(Config):
@@ -109,14 +108,6 @@ class Workload(Config):
     reward_seconds: float = Field(0.0, ge=0)
 
 
-_LAYOUTS: dict[ModeName, LayoutKind] = {
-    "sync": "colocated",
-    "one_step_off": "disaggregated",
-    "partial": "colocated",
-    "dora": "disaggregated",
-}
-
-
 class SimConfig(Config):
     """One simulation."""
 
@@ -132,7 +123,9 @@ class SimConfig(Config):
     rollout: RolloutShape
     trainer: TrainerShape
     workload: Workload = Workload()
-    layouts: dict[ModeName, LayoutKind] = Field(default_factory=lambda: dict(_LAYOUTS))
+    layouts: dict[ModeName, LayoutKind] = Field(
+        default_factory=lambda: {name: mode.layout for name, mode in MODES.items()}
+    )
     """Who trains and who generates, by mode. Colocated: all devices do both, in turns. Disaggregated: each does one.
     Elastic: the trainer's devices generate too while they would idle."""
     trainer_devices: int | None = Field(None, ge=1)

@@ -186,7 +186,9 @@ class FakeInstance:
     def _end(self, trajectory: TrajectoryId, request: FakeRequest, version: Version) -> None:
         world = self._world
         single = set(request.served) == {world.tagged(trajectory // world.config.group_size)}
-        demand(single or world.config.mode == "partial", f"C1: trajectory {trajectory} was served {request.served}")
+        demand(
+            single or world.config.mode_spec.mixes_versions, f"C1: trajectory {trajectory} was served {request.served}"
+        )
         del self.requests[trajectory]
         world.report(
             e.Generated(
@@ -215,7 +217,7 @@ class FakeInstance:
 
     def _begin(self, trajectory: TrajectoryId, attempt: Attempt, slot: SlotId, version: Version) -> None:
         serves = self.slots[slot.number]
-        mixes = self._world.config.mode == "partial"
+        mixes = self._world.config.mode_spec.mixes_versions
         demand(serves is not None and (mixes or serves == version), f"C1: {slot} serves {serves}, not {version}")
         demand(trajectory not in self.requests, f"trajectory {trajectory} runs twice on {slot}")
         self.requests[trajectory] = FakeRequest(attempt=attempt, slot=slot.number)

@@ -26,16 +26,13 @@ def demand(holds: bool, promise: str) -> None:
         raise BrokenPromiseError(promise)
 
 
-BOUNDS = {"sync": 0, "one_step_off": 1}
-"""The staleness bound of modes that have one of their own."""
-
-
 class InvariantChecker:
     """Follows one run."""
 
     def __init__(self, config: ControlConfig) -> None:
         self._config = config
-        self._bound = BOUNDS.get(config.mode, config.max_staleness)
+        self._mode = config.mode_spec
+        self._bound = config.max_staleness if self._mode.bound is None else self._mode.bound
         self.offered: list[str] = []
         self.admitted: list[tuple[str, Version]] = []
         """Prompt key and version of each group, by its id."""
@@ -107,7 +104,7 @@ class InvariantChecker:
                 self._check_version_usable(command.version)
                 demand(command.slot.instance not in self._lost, f"{command.slot} is lost and told to load")
                 demand(
-                    not command.in_flight or self._config.mode == "partial",
+                    not command.in_flight or self._mode.mixes_versions,
                     f"C1: {command.slot} loads version {command.version} under running requests",
                 )
             case c.Score():
@@ -142,7 +139,7 @@ class InvariantChecker:
         demand(group < len(self.offered), f"group {group} is admitted without a prompt")
         demand(command.prompt.key == self.offered[group], f"C2: group {group} does not get the next prompt")
         demand(self._newest is not None, f"group {group} is admitted before a version is published")
-        if self._config.mode in ("dora", "partial"):
+        if self._mode.admits_newest_only:
             demand(command.version == self._newest, f"group {group} is not tagged with the newest version")
         self._check_version_usable(command.version)
         self.admitted.append((command.prompt.key, command.version))
@@ -161,7 +158,7 @@ class InvariantChecker:
         group = trajectory // self._config.group_size
         tagged = self.admitted[group][1]
         demand(
-            version == tagged or self._config.mode == "partial",
+            version == tagged or self._mode.mixes_versions,
             f"C1: trajectory {trajectory} of version {tagged} is sent to version {version}",
         )
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dora_rl.sim.config import LayoutKind, SimConfig
+from dora_rl.orchestrator.modes import LayoutKind
+from dora_rl.sim.config import SimConfig
 from dora_rl.sim.costs import Costs
 from dora_rl.sim.workload import Source
 

@@ -12,16 +12,16 @@ from dora_rl.core.events import Event
 from dora_rl.core.interfaces import drive
 from dora_rl.core.time_accounting import Activity, Timeline, named, occupancy
 from dora_rl.core.types import SECOND, Nanoseconds, SlotId
-from dora_rl.orchestrator.config import ControlConfig, Deadlines, ModeName, PlacementName
+from dora_rl.orchestrator.config import ControlConfig, Deadlines
+from dora_rl.orchestrator.modes import MODES, LayoutKind
 from dora_rl.orchestrator.orchestrator import Orchestrator
-from dora_rl.sim.config import LayoutKind, SimConfig
-from dora_rl.sim.invariants import BOUNDS
+from dora_rl.orchestrator.placement import PLACEMENT_RULES
+from dora_rl.sim.config import SimConfig
 from dora_rl.sim.lower_bound import LowerBound, lower_bound
 from dora_rl.sim.runtime import SimRuntime
 
 _NEVER = Deadlines(load=1e7, move=1e7, score=1e7, tool=1e7, heartbeat=1e7, progress=1e7, train=1e7, stall=1e7)
 """Nothing fails here, and simulated steps may take hours."""
-MODES: tuple[ModeName, ...] = ("sync", "one_step_off", "partial", "dora")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,33 +29,32 @@ class Variant:
     """A mode, and what of it differs from the preset: `dora`, `dora:elastic`, `dora:proportional`, `dora:k1`."""
 
     name: str
-    mode: ModeName
+    mode: str
     elastic: bool = False
-    placement: PlacementName | None = None
+    placement: str | None = None
     staleness: int | None = None
 
 
 def parse_variant(text: str) -> Variant:
     """Read `mode[:option+option...]`."""
     mode, _, options = text.partition(":")
-    found = next((name for name in MODES if name == mode), None)
-    if found is None:
+    if mode not in MODES:
         raise ConfigError(f"unknown mode '{mode}': choose from {', '.join(MODES)}")
     elastic = False
-    placement: PlacementName | None = None
+    placement: str | None = None
     staleness: int | None = None
     for option in filter(None, options.split("+")):
         if option == "elastic":
             elastic = True
-        elif option == "proportional":
-            placement = "proportional"
-        elif option == "deadline":
-            placement = "deadline"
+        elif option in PLACEMENT_RULES:
+            placement = option
         elif option[0] == "k" and option[1:].isdigit():
             staleness = int(option[1:])
         else:
-            raise ConfigError(f"unknown option '{option}' in '{text}': use elastic, deadline, proportional or kN")
-    return Variant(name=text, mode=found, elastic=elastic, placement=placement, staleness=staleness)
+            raise ConfigError(
+                f"unknown option '{option}' in '{text}': use {', '.join(['elastic', *PLACEMENT_RULES])} or kN"
+            )
+    return Variant(name=text, mode=mode, elastic=elastic, placement=placement, staleness=staleness)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +198,7 @@ class Meter(SimRuntime):
         bound = lower_bound(
             self.config,
             layout,
-            staleness=BOUNDS.get(control.mode, control.max_staleness),
+            staleness=control.staleness,
             tokens=tokens / len(records),
             longest=sum(record.longest for record in records) / len(records),
         )

@@ -28,7 +28,8 @@ from dora_rl.core.types import (
     Version,
     nanoseconds,
 )
-from dora_rl.sim.config import LayoutKind, SimConfig
+from dora_rl.orchestrator.modes import LayoutKind
+from dora_rl.sim.config import SimConfig
 from dora_rl.sim.costs import Costs
 from dora_rl.sim.instance import SimInstance, SimRequest
 from dora_rl.sim.workload import Source

@@ -246,7 +246,7 @@ class ProcessManager:
         """Who consumes comes first: the trainer takes what it needs of shared cores, rollout has all the rest."""
         if process.role != "instance":
             return 0
-        overlap = self._config.control.mode != "sync" or process.worker_id == "evaluator"
+        overlap = self._config.control.mode_spec.overlaps or process.worker_id == "evaluator"
         return niceness(self.cores(process.machine), self._config.rollout.instances, overlap=overlap)
 
     def _receive(self, process: WorkerProcess) -> list[FromWorker]:

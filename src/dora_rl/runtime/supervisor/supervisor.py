@@ -81,7 +81,7 @@ class Supervisor:
             recorder=recorder,
             text=text,
             processes=processes,
-            crew=Crew(processes, overlap=config.control.mode != "sync"),
+            crew=Crew(processes, overlap=config.control.mode_spec.overlaps),
             judges=RewardClient(processes, config.reward.workers, concurrency),
             notice=notice,
             happen=self._happen,

@@ -49,7 +49,7 @@ class RolloutWorker:
         self._channel = channel
         self._carriage = carriage
         self._origin = start.origin
-        self._mixes = config.control.mode == "partial"
+        self._mixes = config.control.mode_spec.mixes_versions
         self._heartbeat = config.rollout.heartbeat_seconds
         self._threads = config.rollout.engine.threads
         """Where set, they are not shared out by the supervisor."""
