@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from dora_rl.core import commands as c
 from dora_rl.core import events as e
 from dora_rl.core.activities import IdleReason
+from dora_rl.core.config import build
 from dora_rl.core.errors import ConfigError, IntegrityError, UserError
 from dora_rl.core.probe import ProbeResult
 from dora_rl.core.types import SECOND, DecodeCost, InstanceSpec, Prompt, SlotId
@@ -18,7 +19,7 @@ from dora_rl.orchestrator.length_predictor import LengthPredictor
 from dora_rl.orchestrator.orchestrator import Orchestrator
 from dora_rl.orchestrator.placement import PlacementFacts, VersionFacts, deadline, proportional
 from dora_rl.sim.fake_engine import fingerprint
-from tests.schedules import run_schedule
+from tests.schedules import draw_config, run_schedule
 
 CONFIG = ControlConfig(groups_per_step=2, group_size=2, max_response_tokens=64, max_staleness=1)
 
@@ -168,6 +169,32 @@ def test_only_dora_takes_another_bound_and_a_refusal_changes_nothing(mode: ModeN
     with pytest.raises(UserError, match="only 'dora' can change it"):
         orchestrator.step(e.BoundChanged(max_staleness=2), 1)
     assert orchestrator.snapshot() == before
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"mode": "dorra"}, "'mode': there is no mode 'dorra'; did you mean 'dora'?"),
+        ({"mode": "xyz"}, "'mode': there is no mode 'xyz'; known are: sync, one_step_off, partial, dora"),
+        ({"placement": "proportinal"}, "there is no placement rule 'proportinal'; did you mean 'proportional'?"),
+    ],
+)
+def test_an_unknown_mode_or_placement_rule_is_refused_with_the_nearest_name(
+    setting: dict[str, str], message: str
+) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        build(ControlConfig, CONFIG.model_dump() | setting)
+    assert str(refusal.value).endswith(message)
+
+
+def test_asking_for_a_snapshot_changes_nothing() -> None:
+    """In `sync` a batch opens when the one before has finished: an explicit step, not a query's side effect."""
+    for seed in range(5):
+        log = run_schedule(seed, "sync").log
+        config = draw_config(random.Random(seed), "sync")
+        orchestrator = Orchestrator(config.model_copy(update={"admission": "just_in_time" if seed % 2 else "eager"}))
+        for event, now, commands in log:  # the run asked for a snapshot after each event, this one does not
+            assert orchestrator.step(event, now) == commands
 
 
 @pytest.mark.parametrize("bound", [-1, 65])

@@ -15,8 +15,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from dora_rl.core.commands import Move
 from dora_rl.orchestrator.config import ControlConfig, ModeName
+from dora_rl.orchestrator.modes import MODES, Barrier, ModeSpec
+from dora_rl.orchestrator.placement import PLACEMENT_RULES, PlacementFacts, PlacementRule, Targets
 from dora_rl.sim.chaos import ChaosPlan, ChaosRuntime
-from tests.schedules import DEADLINES, draw_config, run_schedule
+from tests.schedules import DEADLINES, draw_config, draw_plan, run_schedule
 
 BLOCKS = 32
 PER_BLOCK = 100
@@ -164,3 +166,25 @@ def test_nothing_moves_where_one_batch_serves_every_version(one_batch: bool) -> 
         world.run()
         moved += sum(isinstance(command, Move) for _, _, commands in world.log for command in commands)
     assert (moved == 0) == one_batch, "with a batch for each slot it pays to gather a version on fewer instances"
+
+
+def test_a_new_mode_is_one_row_and_keeps_the_promises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODES, "two_steps_off", ModeSpec(policy=Barrier, bound=2))
+    worlds = [run_schedule(seed, "two_steps_off") for seed in range(40)]
+    assert max(lag for world in worlds for lag in world.witness.staleness) == 2
+
+
+def test_a_new_placement_rule_is_one_row_and_keeps_the_promises(monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_slot_each(facts: PlacementFacts) -> Targets:
+        return {old.version: 1 for old in facts.old}
+
+    monkeypatch.setitem(PLACEMENT_RULES, "one_slot_each", PlacementRule(targets=one_slot_each, consolidates=True))
+    for seed in range(40):
+        random_ = random.Random(seed)
+        config = ControlConfig.model_validate(
+            draw_config(random_, "dora").model_dump() | {"placement": "one_slot_each"}
+        )
+        world = ChaosRuntime(
+            config, draw_plan(random_, config), lambda below, random_=random_: random_.randrange(below)
+        )  # type: ignore[misc]
+        world.run()
