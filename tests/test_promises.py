@@ -184,7 +184,4 @@ def test_a_new_placement_rule_is_one_row_and_keeps_the_promises(monkeypatch: pyt
         config = ControlConfig.model_validate(
             draw_config(random_, "dora").model_dump() | {"placement": "one_slot_each"}
         )
-        world = ChaosRuntime(
-            config, draw_plan(random_, config), lambda below, random_=random_: random_.randrange(below)
-        )  # type: ignore[misc]
-        world.run()
+        ChaosRuntime(config, draw_plan(random_, config), random_.randrange).run()
