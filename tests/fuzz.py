@@ -28,6 +28,7 @@ from dora_rl.core import commands as c
 from dora_rl.core import events as e
 from dora_rl.core.config import build, override, read_toml
 from dora_rl.core.errors import BundleError, ConfigError, DoraError, IntegrityError, StoreError, TraceError, UserError
+from dora_rl.core.tokens import TokenChunk
 from dora_rl.core.types import InstanceSpec, Prompt, SlotId
 from dora_rl.engine.kv import KvShape
 from dora_rl.engine.kv_transfer.format import KvBundle, MovedRequest
@@ -36,7 +37,6 @@ from dora_rl.envs.data import Problem
 from dora_rl.ledger.audit import audit
 from dora_rl.ledger.auditor import Terms
 from dora_rl.ledger.ledger import Ledger, LedgerError
-from dora_rl.ledger.writer import SaidRow
 from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.run_dir import RunDir
 from dora_rl.runtime.transport import messages as m
@@ -249,9 +249,9 @@ def sound_ledger(folder: Path) -> bytes:
     ]
     for event, commands in lines:
         at += 1_000_000
-        made.said([SaidRow(0, at, 0, b"\1\0\0\0" * 8, b"\0\0\0\0" * 8)] if at > 2_000_000 else [], [])
+        made.append_tokens([TokenChunk.of(0, [1] * 8, version=0, start=at)] if at > 2_000_000 else [], [])
         made.log(event, commands, at)
-    made.said([], [(0, "stop")])
+    made.append_tokens([], [(0, "stop")])
     made.close()
     connection = sqlite3.connect(path)
     connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from array import array
 from types import SimpleNamespace
 from typing import Any
 
 from dora_rl.core import events as e
+from dora_rl.core.tokens import TokenChunk
 from dora_rl.core.types import SlotId
 from dora_rl.envs.data import Problem
-from dora_rl.ledger.writer import SaidRow
 from dora_rl.runtime.supervisor.env_sessions import EnvSessions
 from dora_rl.runtime.supervisor.trajectory_store import TrajectoryEntry
 from dora_rl.runtime.transport import messages as m
@@ -34,7 +33,7 @@ class Stage:
             ask=lambda question, answer, _timeout, _session: self.asked.append((question, answer)),
             drop=lambda _session: None,
         )
-        ledger: Any = SimpleNamespace(said=lambda _rows, _ended: None)
+        ledger: Any = SimpleNamespace(append_tokens=lambda _rows, _ended: None)
         self.turns = EnvSessions(
             books,
             text,
@@ -50,8 +49,7 @@ class Stage:
 
     def speak(self) -> None:
         """The policy ends a turn, on A."""
-        tokens = array("i", [5, 6])
-        self.book.take(SaidRow(0, len(self.book.response), 0, tokens.tobytes(), array("f", [0.0, 0.0]).tobytes()))
+        self.book.take(TokenChunk.of(0, [5, 6], [0.0, 0.0], version=0, start=len(self.book.response)))
 
     def answer(self, said: str = "x", *, done: bool = False) -> None:
         self.asked.pop(0)[1](m.EnvResult(item=0, observation=said, done=done))

@@ -78,14 +78,14 @@ ROWS = {
     "prompts": ("number = 1", "tokens = tokens + 1"),
     "groups": ("id = 1", "version = version + 1"),
     "trajectories": ("id = 3", "reward = 0.75"),
-    "said": ("(trajectory, start) = (SELECT trajectory, max(start) FROM said)", "logprobs = zeroblob(4)"),
+    "tokens": ("(trajectory, start) = (SELECT trajectory, max(start) FROM tokens)", "logprobs = zeroblob(4)"),
     "ended": ("trajectory = (SELECT max(trajectory) FROM ended)", "reason = 'environment'"),
     "steps": ("step = 1", "fingerprint = 'other'"),
     "notes": ("number = 1", "note = CAST(replace(CAST(note AS TEXT), '0.001', '0.002') AS BLOB)"),
 }
 NAMED = {
     "events": "event",
-    "said": "trajectory",
+    "tokens": "trajectory",
     "ended": "trajectory",
     "notes": "note 1 was changed",
 }
@@ -115,10 +115,10 @@ COPIES = {
     "events": "SELECT (SELECT max(seq) + 1 FROM events), at, event, commands, chain",
     "prompts": "SELECT 'copy', 999, tokens",
     "groups": "SELECT 999, (SELECT max(key) FROM prompts WHERE key NOT IN (SELECT prompt FROM groups)), version, "
-    "admitted_at, step, verdict",
+    "admitted_at, step, failure",
     "trajectories": 'SELECT 999, "group", attempt, instance, version, fingerprint, tokens, reward, failed',
-    "said": "SELECT trajectory, start + 999, version, tokens, logprobs, observed, experts, experts_layers, "
-    "experts_used, digest",
+    "tokens": "SELECT trajectory, start + 999, version, tokens, logprobs, sampled, experts, expert_layers, "
+    "experts_per_token, digest",
     "ended": "SELECT 999, reason, digest",
     "steps": "SELECT 999, applied_at, published_at, fingerprint",
     "notes": "SELECT (SELECT max(number) + 1 FROM notes), at, note, chain",
@@ -155,10 +155,10 @@ def test_rows_that_change_places_are_named(doctored: RunDir, table: str) -> None
 def test_tokens_that_change_places_are_named(doctored: RunDir) -> None:
     change(
         doctored,
-        "UPDATE said SET logprobs = (SELECT logprobs FROM said WHERE start = 0 ORDER BY trajectory LIMIT 1) "
-        "WHERE (trajectory, start) = (SELECT max(trajectory), 0 FROM said)",
+        "UPDATE tokens SET logprobs = (SELECT logprobs FROM tokens WHERE start = 0 ORDER BY trajectory LIMIT 1) "
+        "WHERE (trajectory, start) = (SELECT max(trajectory), 0 FROM tokens)",
     )
-    assert problems(doctored, "said")
+    assert problems(doctored, "tokens")
 
 
 @pytest.mark.parametrize(

@@ -94,17 +94,17 @@ def tree(base: Path, kind: str = "Counter", **control: Any) -> dict[str, Any]:
     return merged(merged(settings(base, steps=4, **control), environment), rewards)
 
 
-def said(folder: RunDir) -> dict[int, list[tuple[int, bytes]]]:
-    """Who said what, in order, of the trajectories that are kept: (by the environment, tokens)."""
+def spans(folder: RunDir) -> dict[int, list[tuple[int, bytes]]]:
+    """The spans of tokens of the trajectories that are kept, in order: (whether the policy sampled them, tokens)."""
     parts: dict[int, list[tuple[int, bytes]]] = {}
     with connect(folder.ledger) as connection:
-        query = "SELECT trajectory, observed, tokens FROM said ORDER BY trajectory, start"
-        for trajectory, observed, tokens in connection.execute(query):
+        query = "SELECT trajectory, sampled, tokens FROM tokens ORDER BY trajectory, start"
+        for trajectory, sampled, tokens in connection.execute(query):
             row = parts.setdefault(trajectory, [])
-            if row and row[-1][0] == observed:
-                row[-1] = (observed, row[-1][1] + tokens)
+            if row and row[-1][0] == sampled:
+                row[-1] = (sampled, row[-1][1] + tokens)
             else:
-                row.append((observed, tokens))
+                row.append((sampled, tokens))
     return parts
 
 
@@ -118,11 +118,11 @@ def test_turns_are_whole_also_when_a_process_is_lost(host: Host, base: Path, pla
     assert broken(run, outcome, 4) == []
     letters = {letter: token for token, letter in enumerate("0123456789*+=", start=2)}
     found = 0
-    for parts in said(run.folder).values():
-        heard = [memoryview(tokens).cast("i").tolist() for observed, tokens in parts if observed]
+    for parts in spans(run.folder).values():
+        heard = [memoryview(tokens).cast("i").tolist() for sampled, tokens in parts if not sampled]
         expected = [[letters["1"], letters["+"]], [letters["1"], letters["*"]], [letters["2"], letters["*"]]]
         assert heard == expected[: len(heard)]
-        assert [observed for observed, _ in parts] == [1, 0, 1, 0, 1, 0][: len(parts)]
+        assert [sampled for sampled, _ in parts] == [0, 1, 0, 1, 0, 1][: len(parts)]
         found += len(heard) == TURNS
     assert found, "no trajectory had all its turns"
     with connect(run.folder.ledger) as connection:

@@ -6,29 +6,89 @@ import sqlite3
 import threading
 from pathlib import Path
 
+import msgspec
+import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dora_rl.core import commands as c
 from dora_rl.core import events as e
+from dora_rl.core.tokens import TokenChunk
 from dora_rl.core.types import Prompt, SlotId
 from dora_rl.ledger.audit import compare_tables
-from dora_rl.ledger.ledger import Ledger, connect, read_events, read_said
+from dora_rl.ledger.ledger import Ledger, SchemaError, connect, read_events, read_tokens
+from dora_rl.ledger.schema import SCHEMA_VERSION
 from dora_rl.ledger.tables import BARRIERS, GENERATED, SCORED, Statement
-from dora_rl.ledger.writer import SaidRow, gathered, merged
+from dora_rl.ledger.writer import gathered, token_chunk, token_rows
 
 SLOT = SlotId("i0.1", 0)
 
 
-def row(trajectory: int, start: int, count: int, version: int = 0, observed: int = 0) -> SaidRow:
-    tokens = bytes(4 * count)
-    return SaidRow(trajectory, start, version, tokens, tokens, observed)
+def chunk(trajectory: int, start: int, count: int, *, attempt: int = 0, sampled: bool = True) -> TokenChunk:
+    return TokenChunk.of(
+        trajectory, range(start, start + count), version=0, start=start, attempt=attempt, sampled=sampled
+    )
 
 
 def test_tokens_that_follow_each_other_become_one_row() -> None:
-    rows = [row(1, 0, 4), row(2, 0, 2), row(1, 4, 3), row(1, 7, 1, observed=1), row(1, 8, 2), row(2, 5, 1)]
-    found = sorted((one.trajectory, one.start, len(one.tokens) // 4, one.observed) for one in merged(rows))
-    assert found == [(1, 0, 7, 0), (1, 7, 1, 1), (1, 8, 2, 0), (2, 0, 2, 0), (2, 5, 1, 0)]
+    chunks = [
+        chunk(1, 0, 4),
+        chunk(2, 0, 2),
+        chunk(1, 4, 3),
+        chunk(1, 7, 1, sampled=False),
+        chunk(1, 8, 2),
+        chunk(2, 5, 1),
+    ]
+    stored = sorted(map(token_chunk, token_rows(chunks)), key=lambda one: (one.trajectory, one.start))
+    assert [(one.trajectory, one.start, one.end, one.sampled) for one in stored] == [
+        (1, 0, 7, True),
+        (1, 7, 8, False),
+        (1, 8, 10, True),
+        (2, 0, 2, True),
+        (2, 5, 6, True),
+    ]
+    assert stored[0].tokens.tolist() == list(range(7))
+
+
+def test_a_chunk_is_read_back_with_all_that_training_needs(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.db"
+    ledger = Ledger(path, 1)
+    prompt = Prompt(key="p", tokens=3)
+    log(ledger, e.PromptsArrived(prompts=(prompt,), last=True))
+    log(ledger, e.Tick(), c.StartGroup(group=0, prompt=prompt, version=2, slot=SLOT))
+    experts = np.arange(12, dtype=np.int16).reshape(2, 3, 2)
+    sampled = TokenChunk.of(
+        0,
+        [5, 6],
+        [-1.0, -2.0],
+        version=2,
+        attempt=1,
+        experts=experts,
+        model_logprobs=[-3.0, -4.0],
+        prompt_experts=experts,
+    )
+    observed = TokenChunk.of(0, [7], version=2, start=2, attempt=1, sampled=False)
+    ledger.append_tokens([sampled, observed], [(0, "environment")])
+    log(ledger, e.Tick())
+    ledger.close()
+    ledger = Ledger(path, 1)
+    chunks, ended = ledger.trajectory(0)
+    ledger.close()
+    assert chunks == [msgspec.structs.replace(one.for_training(), attempt=0) for one in (sampled, observed)]
+    assert ended == "environment"
+
+
+@pytest.mark.parametrize("schema", [1, SCHEMA_VERSION - 1])
+def test_a_ledger_of_an_older_version_is_refused_in_one_sentence(tmp_path: Path, schema: int) -> None:
+    path = tmp_path / "ledger.db"
+    Ledger(path, 2).close()
+    connection = sqlite3.connect(path)
+    connection.execute(f"PRAGMA user_version = {schema}")
+    connection.close()
+    for open_ledger in (lambda: connect(path), lambda: connect(path, create=True), lambda: Ledger(path, 2)):
+        with pytest.raises(SchemaError, match="runs of older versions can't be resumed or audited with this one"):
+            open_ledger()
 
 
 def table(changes: list[Statement]) -> list[tuple[object, ...]]:
@@ -70,7 +130,7 @@ def test_tokens_are_kept_until_no_checkpoint_can_ask_for_them(tmp_path: Path) ->
     for group, prompt in enumerate(prompts):
         log(ledger, e.Tick(), c.StartGroup(group=group, prompt=prompt, version=0, slot=SLOT))
     for trajectory in range(6):
-        ledger.said([row(trajectory, 0, 2), row(trajectory, 2, 1)], [(trajectory, "stop")])
+        ledger.append_tokens([chunk(trajectory, 0, 2), chunk(trajectory, 2, 1)], [(trajectory, "stop")])
     log(ledger, e.Tick(), c.Apply(step=0, attempt=1, groups=(0,)))
     log(ledger, e.Tick(), c.Apply(step=1, attempt=1, groups=(2,)))
     log(ledger, e.Checkpointed(version=1))
@@ -84,7 +144,7 @@ def test_tokens_are_kept_until_no_checkpoint_can_ask_for_them(tmp_path: Path) ->
 
 def kept(path: Path) -> list[int]:
     connection = sqlite3.connect(path)
-    found = [trajectory for trajectory in range(6) if read_said(connection, trajectory)[0]]
+    found = [trajectory for trajectory in range(6) if read_tokens(connection, trajectory)[0]]
     assert [row[0] for row in connection.execute("SELECT trajectory FROM ended ORDER BY 1")] == found
     assert list(compare_tables(connection, list(read_events(connection)), 2)) == []
     connection.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,8 @@ from dora_rl.core import commands as c
 from dora_rl.core import events as e
 from dora_rl.core.config import build
 from dora_rl.core.errors import RunError
+from dora_rl.core.tokens import TokenChunk
 from dora_rl.core.types import Prompt, SlotId
-from dora_rl.ledger.writer import SaidRow
 from dora_rl.orchestrator.config import ControlConfig
 from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.supervisor.failure_guard import FailureGuard
@@ -104,9 +103,9 @@ def test_experts_are_of_the_tokens_that_the_policy_said() -> None:
     experts = np.arange(3 * 2 * 2, dtype=np.int16).reshape(3, 2, 2)
     said = ((7, 8), experts[:2]), ((5, 5, 5), None), ((9,), experts[2:]), ((5,), None)
     for tokens, used in said:
-        logprobs = array("f", [-1.0] * len(tokens)).tobytes()
-        row = SaidRow(0, len(book.response), 0, array("i", tokens).tobytes(), logprobs, int(used is None))
-        book.take(row if used is None else row._replace(experts=used.tobytes(), experts_layers=2, experts_used=2))
+        logprobs = [-1.0] * len(tokens)
+        end, sampled = len(book.response), used is not None
+        book.take(TokenChunk.of(0, tokens, logprobs, version=0, start=end, sampled=sampled, experts=used))
     book.reward = 1.0
     (trajectory,) = group(made.trained(0)).trajectories
     assert trajectory.routed_experts is not None

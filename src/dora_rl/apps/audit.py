@@ -20,7 +20,7 @@ from dora_rl.core.file_digests import text_digest
 from dora_rl.ledger.audit import Audit, Named
 from dora_rl.ledger.audit import audit as read
 from dora_rl.ledger.auditor import Terms
-from dora_rl.ledger.ledger import LedgerError, Logged, connect, read_notes
+from dora_rl.ledger.ledger import LedgerError, Logged, SchemaError, connect, read_notes
 from dora_rl.ledger.notes import CheckpointSaved, Configured, Noted, SettingChanged
 from dora_rl.orchestrator.config import ControlConfig
 from dora_rl.orchestrator.orchestrator import Orchestrator
@@ -71,6 +71,8 @@ def _promised(folder: RunDir) -> ControlConfig:
             begun = next((one.note for one in read_notes(connection) if isinstance(one.note, Configured)), None)
         finally:
             connection.close()
+    except SchemaError:
+        raise
     except (LedgerError, IntegrityError):
         begun = None
     settings = folder.settings() if begun is None else begun.config

@@ -21,7 +21,7 @@ import msgspec
 
 from dora_rl.core.errors import UserError
 from dora_rl.core.types import Nanoseconds, StepId, Version
-from dora_rl.ledger.ledger import DAMAGE
+from dora_rl.ledger.ledger import DAMAGE, check_schema
 from dora_rl.runtime.run_dir import RunDir
 
 State = Literal["finished", "stopped", "going on"]
@@ -128,6 +128,7 @@ def read_facts(folder: RunDir) -> RunFacts:
         resting = "" if folder.ledger.with_name("ledger.db-wal").exists() else "&immutable=1"
         connection = sqlite3.connect(f"{folder.ledger.resolve().as_uri()}?mode=ro{resting}", uri=True, timeout=30)
         try:
+            check_schema(connection, folder.ledger)
             return _facts(connection)
         finally:
             connection.close()
@@ -148,7 +149,7 @@ def _facts(ask: sqlite3.Connection) -> RunFacts:
         lengths.setdefault(step, []).append(tokens)
     (moved,) = ask.execute("SELECT count(*) FROM moves WHERE arrived = 1").fetchone()
     failed = ask.execute("SELECT failed, count(*) FROM trajectories WHERE failed IS NOT NULL GROUP BY 1")
-    (unfinished,) = ask.execute("SELECT count(*) FROM groups WHERE step IS NULL AND verdict IS NULL").fetchone()
+    (unfinished,) = ask.execute("SELECT count(*) FROM groups WHERE step IS NULL AND failure IS NULL").fetchone()
     return RunFacts(
         dict(published),
         Counter(dict(staleness)),

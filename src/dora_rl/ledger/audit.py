@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from dora_rl.core.errors import IntegrityError
 from dora_rl.core.types import SECOND
 from dora_rl.ledger.auditor import Auditor, Terms
-from dora_rl.ledger.ledger import LedgerError, Logged, check_pages, connect, read_events, read_notes, read_said, spent
+from dora_rl.ledger.ledger import LedgerError, Logged, check_pages, connect, read_events, read_notes, read_tokens, spent
 from dora_rl.ledger.notes import Noted
 from dora_rl.ledger.schema import TABLES
 from dora_rl.ledger.tables import derive
@@ -69,7 +69,7 @@ def audit(path: Path, terms: Terms) -> Audit:
         found.problems += witness.problems
         found.problems += witness.at_the_end()
         found.problems += compare_tables(connection, found.log, terms.group_size)
-        found.problems += _said(connection, witness)
+        found.problems += _check_tokens(connection, witness)
         share = spent(connection) / max(1e-9, witness.at / SECOND)
     except (sqlite3.DatabaseError, ValueError) as error:
         found.problems.append(f"{path} is damaged: {error}")
@@ -129,31 +129,31 @@ def _compared(table: str, keys: int, expected: list[Any], there: list[Any]) -> l
     return found if rest <= 0 else [*found[:_MOST], f"table {table}: {rest} more rows differ"]
 
 
-def _said(connection: sqlite3.Connection, witness: Auditor) -> Iterator[str]:
-    """Where what was said is not whole."""
-    query = "SELECT trajectory FROM said UNION SELECT trajectory FROM ended"
+def _check_tokens(connection: sqlite3.Connection, witness: Auditor) -> Iterator[str]:
+    """Where the tokens of a trajectory are incomplete, of another version, or should have been deleted."""
+    query = "SELECT trajectory FROM tokens UNION SELECT trajectory FROM ended"
     there = {row[0] for row in connection.execute(query)}
     for trajectory in sorted(there | witness.kept()):
         fate = witness.fate(trajectory)
         if fate is None:
-            yield f"trajectory {trajectory} said something, but the log does not know it"
+            yield f"trajectory {trajectory} has tokens, but the log does not have the trajectory"
             continue
         try:
-            rows, ended = read_said(connection, trajectory)
+            chunks, ended = read_tokens(connection, trajectory)
         except IntegrityError as error:
             yield str(error)
             continue
         length = 0
-        for row in rows:
-            if row.start != length:
-                yield f"trajectory {trajectory} has {length} tokens, and what it said next begins at {row.start}"
-            length = row.start + len(row.tokens) // 4
-            if row.version != fate.version and not witness.terms.mixes:
-                yield f"trajectory {trajectory} of version {fate.version} has tokens of version {row.version}"
+        for chunk in chunks:
+            if chunk.start != length:
+                yield f"trajectory {trajectory} has {length} tokens, and the next ones begin at {chunk.start}"
+            length = chunk.end
+            if chunk.version != fate.version and not witness.terms.mixes:
+                yield f"trajectory {trajectory} of version {fate.version} has tokens of version {chunk.version}"
         if fate.tokens is not None and (length != fate.tokens or ended is None):
             yield f"trajectory {trajectory} ended with {fate.tokens} tokens, and {length} of them are there"
         if fate.over and (length or ended is not None):
-            yield f"what trajectory {trajectory} said was to be deleted, and is there"
+            yield f"the tokens of trajectory {trajectory} should have been deleted, and are still there"
 
 
 def _figures(witness: Auditor) -> Iterator[Named]:

@@ -1,7 +1,7 @@
 """The ledger on SQLite, written in batches by a thread of its own.
 
 Invariants:
-- what belongs together is written in one transaction: an event, the commands that answered it, what was said before;
+- what belongs together is written in one transaction: an event, the commands that answered it, the tokens before it;
 - a batch counts as durable when SQLite has forced it to disk; `durable` is the last event of which that is true;
 - nothing that can't be undone (an optimiser step, a version freed) is begun before the event that asked for it is
   durable; the runtime waits for that with `sync`;
@@ -25,10 +25,22 @@ import msgspec
 from dora_rl.core.commands import AnyCommand, Command
 from dora_rl.core.errors import IntegrityError, UserError
 from dora_rl.core.events import AnyEvent, Event
+from dora_rl.core.tokens import TokenChunk
 from dora_rl.core.types import Nanoseconds, TrajectoryId
 from dora_rl.ledger.notes import AnyNote, CheckpointSaved, Noted
 from dora_rl.ledger.schema import SCHEMA_VERSION, TABLES
-from dora_rl.ledger.writer import EventRow, Line, NoteRow, SaidRow, WriteBatch, Writer, chain, digest, notes_tail, tail
+from dora_rl.ledger.writer import (
+    EventRow,
+    Line,
+    NoteRow,
+    WriteBatch,
+    Writer,
+    chain,
+    digest,
+    notes_tail,
+    tail,
+    token_chunk,
+)
 
 _EVENT = msgspec.json.Decoder(AnyEvent)
 _NOTE = msgspec.json.Decoder(AnyNote)
@@ -45,9 +57,13 @@ _PASSING = {
 """Errors that somebody can mend while the run waits."""
 DAMAGE = (sqlite3.DatabaseError, UnicodeDecodeError)
 """What reading a damaged ledger raises. The second comes of texts, and of SQLite's own words that quote them."""
+_SELECT_TOKENS = """
+SELECT trajectory, start, version, tokens, logprobs, sampled, experts, expert_layers, experts_per_token, digest
+FROM tokens WHERE trajectory = ? ORDER BY start
+"""
 _SECONDS = "INSERT INTO meta VALUES ('seconds', ?) ON CONFLICT DO UPDATE SET value = excluded.value"
 _GATHER = 0.5
-"""Seconds for which writes are gathered: the most that a power loss can cost of what was said."""
+"""Seconds for which writes are gathered: the most generation that a power loss can cost."""
 _RETRY = 1.0
 _WAL_PAGES = 4000
 """Pages in the log of SQLite before they go to their places: a page that changes often goes there once in 16 MB."""
@@ -55,6 +71,10 @@ _WAL_PAGES = 4000
 
 class LedgerError(UserError):
     """A ledger can't be read or written; the message says which and why."""
+
+
+class SchemaError(LedgerError):
+    """A ledger was written by a version of dora-rl that has other tables."""
 
 
 class Logged(NamedTuple):
@@ -120,11 +140,11 @@ class Ledger:
         self._handing += time.thread_time() - begin
         return self.seq
 
-    def said(self, rows: Sequence[SaidRow], ended: Sequence[tuple[TrajectoryId, str]]) -> None:
-        """Write down what was said, never later than the events that follow from it."""
+    def append_tokens(self, chunks: Sequence[TokenChunk], ended: Sequence[tuple[TrajectoryId, str]]) -> None:
+        """Write tokens, and why responses ended, no later than the events that follow from them."""
         begin = time.thread_time()
         with self._lock:
-            self._batch.said += rows
+            self._batch.tokens += chunks
             self._batch.ended += ended
         self._handing += time.thread_time() - begin
 
@@ -176,9 +196,9 @@ class Ledger:
         if problem is not None:
             raise IntegrityError(f"{self._path} is damaged: {problem}; put back a copy of it")
 
-    def trajectory(self, trajectory: TrajectoryId) -> tuple[list[SaidRow], str | None]:
-        """What a trajectory said and why it ended, as far as written; `IntegrityError` if that was damaged."""
-        return read_said(self._reader, trajectory)
+    def trajectory(self, trajectory: TrajectoryId) -> tuple[list[TokenChunk], str | None]:
+        """The tokens of a trajectory and why it ended, as far as written; `IntegrityError` if they are damaged."""
+        return read_tokens(self._reader, trajectory)
 
     def _copy(self, mirror: Path) -> None:
         """Make the event log for people what the ledger says: a crash may have left it behind, or ahead."""
@@ -261,14 +281,31 @@ def connect(path: Path, *, create: bool = False) -> sqlite3.Connection:
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA foreign_keys = ON")
         connection.execute(f"PRAGMA wal_autocheckpoint = {_WAL_PAGES}")
-        (version,) = connection.execute("PRAGMA user_version").fetchone()
-        if version == 0 and create:
+        if create and _schema(connection) == 0:
             connection.executescript(f"BEGIN; {TABLES} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
-        elif version != SCHEMA_VERSION:
-            raise LedgerError(f"{path} has schema {version}, and this dora-rl reads {SCHEMA_VERSION}")
+        else:
+            check_schema(connection, path)
     except DAMAGE as error:
         raise LedgerError(f"{path} is damaged or not a ledger: {error}") from error
     return connection
+
+
+def check_schema(connection: sqlite3.Connection, path: Path) -> None:
+    """Refuse a ledger that another version of dora-rl has written."""
+    version = _schema(connection)
+    if version == SCHEMA_VERSION:
+        return
+    if 0 < version < SCHEMA_VERSION:
+        raise SchemaError(
+            f"{path} was written by an older version of dora-rl (ledger schema {version}, not {SCHEMA_VERSION}): "
+            "runs of older versions can't be resumed or audited with this one"
+        )
+    raise SchemaError(f"{path} has ledger schema {version}, and this version of dora-rl reads only {SCHEMA_VERSION}")
+
+
+def _schema(connection: sqlite3.Connection) -> int:
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    return int(version)
 
 
 def check_pages(connection: sqlite3.Connection, path: Path) -> None:
@@ -309,22 +346,20 @@ def read_notes(connection: sqlite3.Connection) -> Iterator[Noted]:
         raise IntegrityError(f"the notes of the run are damaged after note {last}: {error}") from error
 
 
-def read_said(connection: sqlite3.Connection, trajectory: TrajectoryId) -> tuple[list[SaidRow], str | None]:
-    """What a trajectory said and why it ended; raises `IntegrityError` where that is not what was written."""
-    rows = []
+def read_tokens(connection: sqlite3.Connection, trajectory: TrajectoryId) -> tuple[list[TokenChunk], str | None]:
+    """The tokens of a trajectory and why it ended; raises `IntegrityError` where they are not what was written."""
+    chunks = []
     try:
-        for *row, claimed in connection.execute(
-            "SELECT * FROM said WHERE trajectory = ? ORDER BY start", (trajectory,)
-        ):
-            rows.append(SaidRow(*row))
-            if digest(rows[-1]) != claimed:
-                raise IntegrityError(f"what trajectory {trajectory} said at {rows[-1].start} is not what was written")
+        for *row, claimed in connection.execute(_SELECT_TOKENS, (trajectory,)):
+            if digest(row) != claimed:
+                raise IntegrityError(f"the tokens of trajectory {trajectory} at {row[1]} are not what was written")
+            chunks.append(token_chunk(row))
         ended = connection.execute("SELECT * FROM ended WHERE trajectory = ?", (trajectory,)).fetchone()
     except (*DAMAGE, TypeError) as error:
-        raise IntegrityError(f"what trajectory {trajectory} said is damaged: {error}") from error
+        raise IntegrityError(f"the tokens of trajectory {trajectory} are damaged: {error}") from error
     if ended is not None and digest(ended[:-1]) != ended[-1]:
         raise IntegrityError(f"why trajectory {trajectory} ended is not what was written")
-    return rows, ended[1] if ended else None
+    return chunks, ended[1] if ended else None
 
 
 def spent(connection: sqlite3.Connection) -> float:

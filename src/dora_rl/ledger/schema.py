@@ -1,15 +1,15 @@
 """The tables of a ledger.
 
-The event log is the truth that a run is resumed from: it, the notes and what was said are all that can't be derived.
+The event log is the truth that a run is resumed from: it, the notes and the tokens are all that can't be derived.
 The other tables say the same in a form that people and `dora-rl audit` can ask; both are written in one transaction.
 
-Damage is noticed before anything is done with what is damaged: log and notes by their chains, what was said by a digest
-in each row, the other tables by deriving them from the log again.
+Damage is noticed before anything is done with what is damaged: log and notes by their chains, tokens by a digest in
+each row, the other tables by deriving them from the log again.
 """
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 TABLES = """
 -- Figures about the ledger itself.
@@ -34,7 +34,7 @@ CREATE TABLE groups (
     version INTEGER NOT NULL,
     admitted_at INTEGER NOT NULL,
     step INTEGER,           -- that trained it
-    verdict TEXT            -- why it was not trained
+    failure TEXT            -- why it was not trained
 ) STRICT;
 
 CREATE TABLE trajectories (
@@ -49,17 +49,17 @@ CREATE TABLE trajectories (
     failed TEXT             -- why it was not finished
 ) STRICT;
 
--- What a trajectory has said so far; kept until no checkpoint can ask for it again.
-CREATE TABLE said (
+-- The tokens of each trajectory so far, a chunk a row; kept until no checkpoint can ask for them again.
+CREATE TABLE tokens (
     trajectory INTEGER NOT NULL REFERENCES trajectories (id),
     start INTEGER NOT NULL,
     version INTEGER NOT NULL,
     tokens BLOB NOT NULL,
     logprobs BLOB NOT NULL,
-    observed INTEGER NOT NULL DEFAULT 0,
-    experts BLOB NOT NULL DEFAULT x'',
-    experts_layers INTEGER NOT NULL DEFAULT 0,
-    experts_used INTEGER NOT NULL DEFAULT 0,
+    sampled INTEGER NOT NULL,   -- 0: the environment produced them
+    experts BLOB NOT NULL,
+    expert_layers INTEGER NOT NULL,
+    experts_per_token INTEGER NOT NULL,
     digest BLOB NOT NULL,
     PRIMARY KEY (trajectory, start)
 ) STRICT, WITHOUT ROWID;

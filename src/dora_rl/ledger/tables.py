@@ -78,7 +78,7 @@ def _command(command: c.Command, at: Nanoseconds, group_size: int) -> Iterator[S
         case c.FailTrajectory():
             yield (_FAILED, (command.reason, command.trajectory))
         case c.GroupFailed():
-            yield ("UPDATE groups SET verdict = ? WHERE id = ?", ("; ".join(command.reasons), command.group))
+            yield ("UPDATE groups SET failure = ? WHERE id = ?", ("; ".join(command.reasons), command.group))
         case c.Apply():
             # Trained again after a crash, a step keeps its number and its groups.
             yield ("INSERT OR IGNORE INTO steps (step, applied_at) VALUES (?, ?)", (command.step, at))

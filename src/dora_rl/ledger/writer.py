@@ -4,7 +4,7 @@ Invariants:
 - a batch is written in one transaction, so the order inside it is free as long as a row comes after those that it
   refers to, and changes to one row keep their order;
 - tokens of a trajectory that follow each other become one row;
-- what was said by groups that no checkpoint can ask for again is deleted, and nothing else.
+- the tokens of groups that no checkpoint can ask for again are deleted, and nothing else.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import msgspec
 
 from dora_rl.core import commands as c
 from dora_rl.core import events as e
+from dora_rl.core.tokens import TokenChunk, joined
 from dora_rl.core.types import GroupId, Nanoseconds, StepId, TrajectoryId
 from dora_rl.ledger.notes import Noted
 from dora_rl.ledger.tables import BARRIERS, GENERATED, INSERTS, SCORED, Statement, derive
@@ -29,28 +30,14 @@ _JSON = msgspec.json.Encoder()
 _PACK = msgspec.msgpack.Encoder()
 _EVENT = "INSERT INTO events VALUES (?, ?, ?, ?, ?)"
 _NOTE = "INSERT INTO notes VALUES (?, ?, ?, ?)"
-_SAID = "INSERT OR IGNORE INTO said VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_TOKENS = "INSERT OR IGNORE INTO tokens VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _ENDED = "INSERT OR IGNORE INTO ended VALUES (?, ?, ?)"
-_FORGET = tuple(f"DELETE FROM {table} WHERE trajectory >= ? AND trajectory < ?" for table in ("said", "ended"))  # noqa: S608
+_FORGET = tuple(f"DELETE FROM {table} WHERE trajectory >= ? AND trajectory < ?" for table in ("tokens", "ended"))  # noqa: S608
 _TRAINED = """
 SELECT step, id FROM groups
-WHERE step IS NOT NULL AND id >= (SELECT min(trajectory) FROM (SELECT min(trajectory) AS trajectory FROM said
+WHERE step IS NOT NULL AND id >= (SELECT min(trajectory) FROM (SELECT min(trajectory) AS trajectory FROM tokens
 UNION ALL SELECT min(trajectory) FROM ended)) / ?
 """
-
-
-class SaidRow(NamedTuple):
-    """Some tokens of a trajectory."""
-
-    trajectory: TrajectoryId
-    start: int
-    version: int
-    tokens: bytes
-    logprobs: bytes
-    observed: int = 0
-    experts: bytes = b""
-    experts_layers: int = 0
-    experts_used: int = 0
 
 
 class Line(NamedTuple):
@@ -90,7 +77,7 @@ class WriteBatch:
     """What is written together."""
 
     lines: list[Line] = field(default_factory=list)
-    said: list[SaidRow] = field(default_factory=list)
+    tokens: list[TokenChunk] = field(default_factory=list)
     ended: list[tuple[TrajectoryId, str]] = field(default_factory=list)
     notes: list[Noted] = field(default_factory=list)
 
@@ -134,7 +121,7 @@ class Writer:
         for statement in INSERTS:
             if statement in first:
                 many(statement, first[statement])
-        many(_SAID, [(*row, digest(row)) for row in merged(batch.said)])
+        many(_TOKENS, [(*row, digest(row)) for row in token_rows(batch.tokens)])
         many(_ENDED, [(*row, digest(row)) for row in batch.ended])
         for statement, changes in itertools.groupby(gathered(rest), operator.itemgetter(0)):
             many(statement, [values for _, values in changes])
@@ -190,36 +177,37 @@ def gathered(changes: Iterable[Statement]) -> Iterator[Statement]:
         yield from kept
 
 
-def merged(rows: Iterable[SaidRow]) -> Iterator[SaidRow]:
-    """Rows of a trajectory that follow each other, as one."""
-    of: dict[TrajectoryId, list[SaidRow]] = {}
-    for row in rows:
-        of.setdefault(row.trajectory, []).append(row)
-    for one in of.values():
-        parts = one[:1]
-        end = parts[0].start + len(parts[0].tokens) // 4
-        for row in one[1:]:
-            if row.start == end and _alike(row, parts[-1]):
-                parts.append(row)
-            else:
-                yield _joined(parts)
-                parts = [row]
-            end = row.start + len(row.tokens) // 4
-        yield _joined(parts)
+def token_rows(chunks: Iterable[TokenChunk]) -> Iterator[tuple[Any, ...]]:
+    """The chunks as rows of the table `tokens` without their digests, with chunks that follow each other as one row."""
+    by_trajectory: dict[TrajectoryId, list[TokenChunk]] = {}
+    for chunk in chunks:
+        by_trajectory.setdefault(chunk.trajectory, []).append(chunk.for_training())
+    for own in by_trajectory.values():
+        for chunk in joined(own):
+            yield (
+                chunk.trajectory,
+                chunk.start,
+                chunk.version,
+                chunk.token_data,
+                chunk.logprob_data,
+                int(chunk.sampled),
+                chunk.expert_data,
+                *chunk.expert_shape,
+            )
 
 
-def _alike(row: SaidRow, other: SaidRow) -> bool:
-    """Same version, same speaker, same record of experts."""
-    return row.version == other.version and row.observed == other.observed and row[7:] == other[7:]
-
-
-def _joined(parts: list[SaidRow]) -> SaidRow:
-    if len(parts) == 1:
-        return parts[0]
-    return parts[0]._replace(
-        tokens=b"".join([part.tokens for part in parts]),
-        logprobs=b"".join([part.logprobs for part in parts]),
-        experts=b"".join([part.experts for part in parts]),
+def token_chunk(row: Sequence[Any]) -> TokenChunk:
+    """The chunk of a row that `token_rows` gave; the attempt is not stored."""
+    trajectory, start, version, tokens, logprobs, sampled, experts, layers, per_token = row
+    return TokenChunk(
+        trajectory=trajectory,
+        start=start,
+        version=version,
+        token_data=tokens,
+        logprob_data=logprobs,
+        sampled=bool(sampled),
+        expert_data=experts,
+        expert_shape=(layers, per_token),
     )
 
 

@@ -14,15 +14,14 @@ Invariants:
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from dora_rl.core import events as e
+from dora_rl.core.tokens import TokenChunk
 from dora_rl.core.types import Attempt, InstanceId, SlotId, TrajectoryId
-from dora_rl.ledger.writer import SaidRow
 from dora_rl.runtime.supervisor.reward_client import RewardClient
 from dora_rl.runtime.supervisor.trajectory_store import GroupEntry, TrajectoryEntry
 from dora_rl.runtime.tokenization import Tokenization
@@ -48,7 +47,7 @@ class Trajectories(Protocol):
 class Written(Protocol):
     """Where what was said is written down."""
 
-    def said(self, rows: list[SaidRow], ended: list[tuple[TrajectoryId, str]]) -> None: ...
+    def append_tokens(self, chunks: list[TokenChunk], ended: list[tuple[TrajectoryId, str]]) -> None: ...
 
 
 class EnvSessions:
@@ -215,7 +214,7 @@ class EnvSessions:
         over = reply.done or not self._fits(trajectory, len(said) + 1)
         if over:
             book.ended = "environment"
-            self._ledger.said([], [(trajectory, "environment")])
+            self._ledger.append_tokens([], [(trajectory, "environment")])
         elif said:
             self._observe(trajectory, said)
         if self._waiting.pop(trajectory):
@@ -258,12 +257,12 @@ class EnvSessions:
 
     def _observe(self, trajectory: TrajectoryId, said: tuple[int, ...]) -> None:
         book = self._books.trajectory(trajectory)
-        tokens = array("i", said).tobytes()
         version = self._books.group_of(trajectory).version
-        nothing = array("f", [0.0] * len(said)).tobytes()
-        row = SaidRow(trajectory, len(book.response), version, tokens, nothing, 1)
-        book.take(row)
-        self._ledger.said([row], [])
+        chunk = TokenChunk.of(
+            trajectory, said, version=version, start=len(book.response), attempt=book.attempt, sampled=False
+        )
+        book.take(chunk)
+        self._ledger.append_tokens([chunk], [])
 
     def _go_on(self, trajectory: TrajectoryId) -> None:
         """Tell the instance that has it what the environment said last, or that it is over."""

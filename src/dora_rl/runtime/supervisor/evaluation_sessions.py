@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 from dora_rl.core import commands as c
 from dora_rl.core import events as e
+from dora_rl.core.tokens import TokenChunk
 from dora_rl.core.types import SlotId, TrajectoryId, Version
 from dora_rl.envs.data import Problem
-from dora_rl.ledger.writer import SaidRow
 from dora_rl.runtime.supervisor.env_sessions import EnvSessions
 from dora_rl.runtime.supervisor.trajectory_store import GroupEntry, TrajectoryEntry
 from dora_rl.runtime.transport import messages as m
@@ -99,8 +99,14 @@ class EvaluationSessions:
     def hear(self, report: m.Report) -> None:
         """What the engine says."""
         for said in report.said:
-            row = SaidRow(said.trajectory, said.start, said.version, said.tokens, said.logprobs, 0, b"", 0, 0)
-            self.trajectory(said.trajectory).take(row)
+            chunk = TokenChunk(
+                trajectory=said.trajectory,
+                version=said.version,
+                start=said.start,
+                token_data=said.tokens,
+                logprob_data=said.logprobs,
+            )
+            self.trajectory(said.trajectory).take(chunk)
         for end in report.ended:
             self.trajectory(end.trajectory).ended = end.reason
         for event in report.events:
@@ -127,7 +133,7 @@ class EvaluationSessions:
     def group_of(self, trajectory: TrajectoryId) -> GroupEntry:
         return self._groups[trajectory]
 
-    def said(self, rows: list[SaidRow], ended: list[tuple[TrajectoryId, str]]) -> None:
+    def append_tokens(self, chunks: list[TokenChunk], ended: list[tuple[TrajectoryId, str]]) -> None:
         """Nothing is written down."""
 
     # -- inside -----------------------------------------------------------------------------------------------

@@ -101,7 +101,7 @@ class Hearing:
                     rows.append(row)
         except IntegrityError as error:
             # What it says has a gap: what else it says is not to be trusted either.
-            parts.ledger.said(rows, [])
+            parts.ledger.append_tokens(rows, [])
             parts.lost(process, str(error))
             return
         ended = []
@@ -111,7 +111,7 @@ class Hearing:
             if book is not None and book.attempt == end.attempt and not book.failed:
                 book.ended = end.reason
                 ended.append((end.trajectory, end.reason))
-        parts.ledger.said(rows, ended)
+        parts.ledger.append_tokens(rows, ended)
         for event in report.events:
             if isinstance(event, e.TrajectoryFailed):
                 process.busy.discard(event.trajectory)

@@ -18,11 +18,11 @@ from typing import cast
 from dora_rl.core import commands as c
 from dora_rl.core import events as e
 from dora_rl.core.errors import IntegrityError, UserError
+from dora_rl.core.tokens import TokenChunk
 from dora_rl.core.trajectory import StopReason
 from dora_rl.core.types import Attempt, GroupId, Prompt, StepId, TrajectoryId, Version
 from dora_rl.envs.data import Dataset, Problem
 from dora_rl.ledger.ledger import Ledger
-from dora_rl.ledger.writer import SaidRow
 from dora_rl.runtime.transport import messages as m
 
 Encode = Callable[[Problem], tuple[int, ...]]
@@ -49,15 +49,15 @@ class TrajectoryEntry:
     """What each reward function gave, and further numbers that it told of."""
     failed: bool = False
 
-    def take(self, said: SaidRow) -> None:
-        self.response.frombytes(said.tokens)
-        self.logprobs.frombytes(said.logprobs)
-        if said.experts:  # what the environment says has none
-            self.experts += said.experts
-            self.experts_shape = (said.experts_layers, said.experts_used)
-        self._part(bool(said.observed), len(said.tokens) // self.response.itemsize)
-        if not self.versions or self.versions[-1] != said.version:
-            self.versions.append(said.version)
+    def take(self, chunk: TokenChunk) -> None:
+        self.response.frombytes(chunk.token_data)
+        self.logprobs.frombytes(chunk.logprob_data)
+        if chunk.expert_data:  # tokens of the environment have none
+            self.experts += chunk.expert_data
+            self.experts_shape = chunk.expert_shape
+        self._part(not chunk.sampled, len(chunk))
+        if not self.versions or self.versions[-1] != chunk.version:
+            self.versions.append(chunk.version)
 
     def spans(self, *, observed: bool, first: int = 0) -> list[array[int]]:
         """What the environment, or the policy, said in turn, from its turn of that number on."""
@@ -229,7 +229,7 @@ class TrajectoryStore:
             if not self._running[version]:
                 del self._running[version]
 
-    def take(self, said: m.Said) -> SaidRow | None:
+    def take(self, said: m.Said) -> TokenChunk | None:
         """Tokens that continue a trajectory; None if they are of a former attempt. A gap is an `IntegrityError`."""
         book = self.find(said.trajectory)
         if book is None or book.attempt != said.attempt or book.failed:
@@ -238,20 +238,29 @@ class TrajectoryStore:
             raise IntegrityError(
                 f"trajectory {said.trajectory} has {len(book.response)} tokens, and what came begins at {said.start}"
             )
-        row = SaidRow(
-            said.trajectory, said.start, said.version, said.tokens, said.logprobs, 0, said.experts, *said.experts_shape
+        chunk = TokenChunk(
+            trajectory=said.trajectory,
+            attempt=said.attempt,
+            version=said.version,
+            start=said.start,
+            token_data=said.tokens,
+            logprob_data=said.logprobs,
+            expert_data=said.experts,
+            expert_shape=said.experts_shape,
         )
-        book.take(row)
-        return row
+        book.take(chunk)
+        return chunk
 
     def recall(self, ledger: Ledger, trajectory: TrajectoryId) -> None:
         """What the ledger knows of a trajectory; `IntegrityError` if that is not all that was written."""
         book = self.trajectory(trajectory)
-        rows, ended = ledger.trajectory(trajectory)
-        for row in rows:
-            if row.start != len(book.response):
-                raise IntegrityError(f"the ledger has lost what trajectory {trajectory} said at {len(book.response)}")
-            book.take(row)
+        chunks, ended = ledger.trajectory(trajectory)
+        for chunk in chunks:
+            if chunk.start != len(book.response):
+                raise IntegrityError(
+                    f"the ledger has lost the tokens of trajectory {trajectory} at {len(book.response)}"
+                )
+            book.take(chunk)
         if book.generated is not None and (len(book.response) != book.generated or ended is None):
             raise IntegrityError(
                 f"the ledger has lost the end of trajectory {trajectory}: {len(book.response)} of its "
