@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dora_rl.core.time_accounting import named, occupancy
+from dora_rl.core.time_accounting import activity_name, occupancy
 
 SECOND = 1e9
 
@@ -143,7 +143,7 @@ def _spent(activity: list[dict[str, Any]], begin: int, end: int) -> dict[str, Co
             continue
         who = "trainer" if line["who"] == "trainer" else "slots"
         for label, _, cause, nanoseconds in line["shares"]:
-            spent[who][named(label, cause)] += nanoseconds
+            spent[who][activity_name(label, cause)] += nanoseconds
     return spent
 
 

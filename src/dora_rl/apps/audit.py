@@ -16,7 +16,7 @@ from rich.table import Table
 from dora_rl.apps.run_reader import going_on
 from dora_rl.core.config import build
 from dora_rl.core.errors import IntegrityError
-from dora_rl.core.file_digests import text_digest
+from dora_rl.core.file_digests import bytes_digest
 from dora_rl.ledger.audit import Audit, Named
 from dora_rl.ledger.audit import audit as read
 from dora_rl.ledger.auditor import Terms
@@ -93,7 +93,7 @@ def _noted(notes: list[Noted]) -> Iterator[Named]:
     saved = [one.note for one in notes if isinstance(one.note, CheckpointSaved)]
     yield Named("checkpoints saved", f"{len(saved):,}")
     if saved:
-        digest = text_digest(
+        digest = bytes_digest(
             "".join(f"{name} {one.digest}\n" for name, one in sorted(policy(saved[-1]).items())).encode()
         )
         yield Named("policy of the last, digest", digest[:16])

@@ -17,7 +17,7 @@ import msgspec
 
 from dora_rl.apps import run_reader as recorded
 from dora_rl.core.activities import WORK, IdleReason
-from dora_rl.core.time_accounting import NOT_COUNTED, named, occupancy
+from dora_rl.core.time_accounting import NOT_COUNTED, activity_name, occupancy
 from dora_rl.core.types import SECOND, Nanoseconds, Record, StepId, Version
 from dora_rl.orchestrator.modes import MODES
 from dora_rl.runtime.run_dir import RunDir
@@ -152,7 +152,7 @@ def totals(windows: Iterable[recorded.Window]) -> tuple[Counter[str], Counter[st
     for window in windows:
         account = trainer if window.who == "trainer" else slots
         for label, _, cause, spent in window.shares:
-            account[named(label, cause)] += spent
+            account[activity_name(label, cause)] += spent
     return slots, trainer
 
 
@@ -165,7 +165,7 @@ def occupancy_between(windows: Iterable[recorded.Window], times: list[Nanosecond
         work = whole = 0
         for label, _, cause, spent in window.shares:
             work += spent if label in WORK else 0
-            whole += spent if named(label, cause) not in NOT_COUNTED else 0
+            whole += spent if activity_name(label, cause) not in NOT_COUNTED else 0
         for at, sign in ((window.start, 1), (window.end, -1)):
             rate = rates.setdefault(at, [0.0, 0.0])
             rate[0] += sign * work / (window.end - window.start)

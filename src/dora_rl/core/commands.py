@@ -1,4 +1,4 @@
-"""What the orchestrator tells the world. Commands to one instance are carried out in order."""
+"""Commands: the instructions of the orchestrator to the runtime. Commands to one instance are executed in order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Command(msgspec.Struct, frozen=True, kw_only=True, tag_field="command", ta
 
 
 class FetchPrompts(Command, frozen=True, kw_only=True):
-    """Ask the data source for more."""
+    """Ask the data source for more prompts."""
 
     count: int
 
@@ -33,17 +33,17 @@ class LoadVersion(Command, frozen=True, kw_only=True):
     slot: SlotId
     version: Version
     in_flight: bool = False
-    """Running requests stay and go on under the new weights (mode `partial` only)."""
+    """Running requests continue under the new weights (mode `partial` only)."""
 
 
 class UnloadSlot(Command, frozen=True, kw_only=True):
-    """The slot serves nothing from now on: let go of its weights."""
+    """Free the weights of a slot; it serves no version from now on."""
 
     slot: SlotId
 
 
 class StartGroup(Command, frozen=True, kw_only=True):
-    """Generate a group: the siblings are `group * group_size + 0 .. group_size - 1`, all at attempt 0."""
+    """Generate a group. Its trajectories are `group * group_size + 0 .. group_size - 1`, all at attempt 0."""
 
     group: GroupId
     prompt: Prompt
@@ -52,7 +52,7 @@ class StartGroup(Command, frozen=True, kw_only=True):
 
 
 class Resume(Command, frozen=True, kw_only=True):
-    """Go on with a trajectory from its tokens so far, by prefilling them again."""
+    """Continue a trajectory from its tokens so far, by prefilling them again."""
 
     trajectory: TrajectoryId
     attempt: Attempt
@@ -72,7 +72,7 @@ class Move(Command, frozen=True, kw_only=True):
 
 
 class Abort(Command, frozen=True, kw_only=True):
-    """Forget this attempt, should it be there."""
+    """Drop this attempt, if the instance still has it."""
 
     trajectory: TrajectoryId
     attempt: Attempt
@@ -86,7 +86,7 @@ class Score(Command, frozen=True, kw_only=True):
 
 
 class Accumulate(Command, frozen=True, kw_only=True):
-    """Add the gradients of these groups to the step."""
+    """Add the gradients of these groups to those of the step."""
 
     step: StepId
     attempt: Attempt
@@ -94,7 +94,7 @@ class Accumulate(Command, frozen=True, kw_only=True):
 
 
 class Apply(Command, frozen=True, kw_only=True):
-    """All groups of the step are accumulated or on their way: close it with the optimiser's update."""
+    """Close the step with the optimiser's update; all its groups are accumulated, or sent to be."""
 
     step: StepId
     attempt: Attempt
@@ -110,55 +110,56 @@ class Publish(Command, frozen=True, kw_only=True):
 
 
 class Retire(Command, frozen=True, kw_only=True):
-    """Nothing holds this version any more: free its weights."""
+    """Free the weights of a version that nothing uses any more."""
 
     version: Version
 
 
 class FailTrajectory(Command, frozen=True, kw_only=True):
-    """Verdict: this trajectory won't be finished; its siblings go on without it."""
+    """A trajectory fails: it won't be finished, and its siblings continue without it."""
 
     trajectory: TrajectoryId
     reason: str
 
 
 class GroupFailed(Command, frozen=True, kw_only=True):
-    """Verdict: too few siblings survived; the group won't be trained."""
+    """A group fails: too few of its trajectories are left, so it won't be trained."""
 
     group: GroupId
     reasons: tuple[str, ...]
 
 
 class EvictInstance(Command, frozen=True, kw_only=True):
-    """This instance did not answer in time and counts as lost: stop it, restart it if you can."""
+    """Stop an instance that did not answer in time and counts as lost; restart it if possible."""
 
     instance: InstanceId
     reason: str
 
 
 class RestartTrainer(Command, frozen=True, kw_only=True):
-    """The trainer did not answer in time: stop it and start another."""
+    """Stop a trainer that did not answer in time, and start another one."""
 
     reason: str
 
 
 class SlotIdles(Command, frozen=True, kw_only=True):
-    """The slot has nothing to do, and why; it holds until something is started there."""
+    """A slot has nothing to do, for this cause, until something is started on it."""
 
     slot: SlotId
     cause: IdleCause
 
 
 class TrainerIdles(Command, frozen=True, kw_only=True):
-    """The trainer has nothing to do, and why."""
+    """The trainer has nothing to do, for this cause."""
 
     cause: IdleCause
 
 
 class Stalled(Command, frozen=True, kw_only=True):
-    """Nothing has moved for too long: who waits for what."""
+    """The run has made no progress for too long."""
 
     waits: tuple[str, ...]
+    """One sentence for each thing that is waited for: what waits, and for what."""
 
 
 AnyCommand = (

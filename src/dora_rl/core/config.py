@@ -1,6 +1,7 @@
-"""Typed configuration: one tree, TOML files and dotted overrides, unknown keys refused with the nearest name.
+"""Typed configuration: one tree, read from TOML files and dotted overrides.
 
-Each part keeps its config class beside itself; this module knows how to read them and how to say what is wrong.
+Each component defines its config class beside its code; this module reads the tree and reports mistakes. An unknown
+key is an error that suggests the nearest known name.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ C = TypeVar("C", bound="Config")
 
 @dataclass(frozen=True, slots=True)
 class NameOf:
-    """Says of a field that it names an entry of a registry: `mode: Annotated[str, NameOf("mode", MODES)]`.
+    """Marks a field that names an entry of a registry: `mode: Annotated[str, NameOf("mode", MODES)]`.
 
-    An unknown name is refused with the nearest one.
+    An unknown name is an error that suggests the nearest one.
     """
 
     kind: str
-    """What the registry holds, in words."""
+    """What an entry of the registry is, for messages."""
     registry: Mapping[str, object]
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
@@ -43,13 +44,13 @@ class NameOf:
 
 
 class Config(BaseModel):
-    """Base of all configuration."""
+    """Base of all config classes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tree in a TOML file."""
+    """Read the config tree of a TOML file."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -63,25 +64,25 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def override(tree: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, Any]:
-    """A copy of the tree with dotted assignments such as `control.max_staleness=3` applied."""
+    """Copy the tree and apply dotted assignments such as `control.max_staleness=3`."""
     result = _copy(tree)
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals or not key.strip():
             raise ConfigError(f"'{assignment}' is not an assignment: write key=value")
-        *folders, leaf = key.strip().split(".")
+        *sections, leaf = key.strip().split(".")
         node = result
-        for folder in folders:
-            child = node.setdefault(folder, {})
+        for section in sections:
+            child = node.setdefault(section, {})
             if not isinstance(child, dict):
-                raise ConfigError(f"'{key.strip()}' can't be set: '{folder}' is a value, not a section")
+                raise ConfigError(f"'{key.strip()}' can't be set: '{section}' is a value, not a section")
             node = child
         node[leaf] = _value(text.strip())
     return result
 
 
 def build(kind: type[C], tree: Mapping[str, Any], source: str = "config") -> C:
-    """A checked config from a tree; the first mistake becomes one sentence that names the field."""
+    """Validate a tree; the first mistake becomes one sentence that names the field."""
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
@@ -93,7 +94,7 @@ def _copy(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """A value as TOML reads it; what is not TOML is a string."""
+    """Parse a value as TOML; text that is not TOML is a string."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -102,9 +103,9 @@ def _value(text: str) -> Any:
 
 def _sentence(kind: type[BaseModel], error: ValidationError) -> str:
     problems = error.errors(include_url=False)
-    # An unknown key explains the missing one beside it, so it is said first.
+    # An unknown key often is a misspelt required one, so it is reported before a missing key.
     first = min(problems, key=lambda problem: problem["type"] != "extra_forbidden")
-    path = [str(part) for part in first["loc"]]
+    path = [str(key) for key in first["loc"]]
     field = ".".join(path)
     if first["type"] == "extra_forbidden":
         nearest = difflib.get_close_matches(path[-1], _fields(kind, path[:-1]), n=1)
@@ -116,15 +117,16 @@ def _sentence(kind: type[BaseModel], error: ValidationError) -> str:
     if not field:
         return message
     given = first["input"]
-    said = f", not {given!r}" if isinstance(given, str | int | float | bool) and repr(given) not in message else ""
-    return f"'{field}': {message[0].lower()}{message[1:]}{said}"
+    repeat_input = isinstance(given, str | int | float | bool) and repr(given) not in message
+    but = f", not {given!r}" if repeat_input else ""
+    return f"'{field}': {message[0].lower()}{message[1:]}{but}"
 
 
 def _fields(kind: type[BaseModel], path: list[str]) -> list[str]:
-    """The keys known at a place in the tree."""
+    """The known keys of the section at `path`."""
     model: type[BaseModel] = kind
-    for part in path:
-        field = model.model_fields.get(part)
+    for key in path:
+        field = model.model_fields.get(key)
         if field is None or not isinstance(field.annotation, type) or not issubclass(field.annotation, BaseModel):
             return []
         model = field.annotation

@@ -1,4 +1,4 @@
-"""Files that outlive a power cut."""
+"""Writing files so that they survive a power failure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def sync(path: Path) -> None:
-    """Force a file, or the names in a folder, to disk."""
+    """Flush a file, or the entries of a folder, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -16,7 +16,7 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Force a folder with all that is in it to disk."""
+    """Flush a folder and everything below it to disk."""
     for root, _, files in os.walk(folder):
         for name in files:
             sync(Path(root) / name)

@@ -1,13 +1,13 @@
-"""One exception tree.
+"""The exception tree.
 
-`UserError` is a mistake that its reader can mend: one sentence that says what to change, exit code 2, no traceback.
-`IntegrityError` is a broken promise: the run stops at once rather than train on doubtful data. A rollout that fails
-is neither: it is data, a `failed` verdict.
+`UserError` is a mistake that the user can correct: one sentence that says what to change, exit code 2, no traceback.
+`IntegrityError` is a broken promise: the run stops at once instead of training on doubtful data. A rollout that fails
+is neither: it is data, a counted failure.
 """
 
 
 class DoraError(Exception):
-    """Base of all errors raised on purpose."""
+    """Base of all errors that this package raises deliberately."""
 
 
 class UserError(DoraError):
@@ -23,43 +23,43 @@ class TraceError(UserError):
 
 
 class ModelError(UserError):
-    """A model or its weights can't be loaded; the message names what was asked for."""
+    """A model or its weights can't be loaded; the message names the model."""
 
 
 class MemoryCapError(ConfigError):
-    """What shall fit into a memory cap does not; the message says how much it needs."""
+    """Something does not fit into its memory cap; the message says how much it needs."""
 
 
 class RequestError(UserError):
-    """One request can't be served; the others go on."""
+    """One request can't be served; the others continue."""
 
 
 class PromptError(RequestError):
-    """A prompt can't be used: empty, too long, or with an unknown token."""
+    """A prompt can't be used: it is empty, too long, or has an unknown token."""
 
 
 class SamplingError(RequestError):
-    """Sampling parameters can't be used; the message names the one."""
+    """A sampling parameter can't be used; the message names it."""
 
 
 class VersionError(RequestError):
-    """A version is not there: not published, retired, or in no slot."""
+    """A version is not available: it is not published, is retired, or is in no slot."""
 
 
 class SlotError(RequestError):
-    """A slot can't do what was asked of it: it does not exist, or requests still run in it."""
+    """An operation on a slot is impossible: the slot does not exist, or requests still run in it."""
 
 
 class BundleError(RequestError):
-    """A request's bundle is damaged or does not fit this engine; the request goes on from its tokens."""
+    """A KV bundle is damaged or does not fit this engine; the request continues from its tokens."""
 
 
 class RunError(DoraError):
-    """A run can't go on; what is finished is kept, and the message says what to mend before resuming it."""
+    """A run can't continue. Finished work is kept, and the message says what to correct before the run is resumed."""
 
 
 class IntegrityError(DoraError):
-    """What was reported contradicts a promise: wrong version, wrong fingerprint, a batch trained out of order."""
+    """A report contradicts a promise: wrong version, wrong fingerprint, or a batch trained out of order."""
 
 
 class TrajectoryError(IntegrityError):
@@ -67,31 +67,31 @@ class TrajectoryError(IntegrityError):
 
 
 class DataError(UserError):
-    """A file of training data can't be used; the message names the file and line."""
+    """A training data file can't be used; the message names the file and line."""
 
 
 class SandboxError(UserError):
-    """Code can't be run as confined as it must be; the message says what is missing."""
+    """The sandbox can't isolate code as required; the message says what is missing."""
 
 
 class CheckpointError(UserError):
-    """A checkpoint can't be read or does not fit; the message says which and why."""
+    """A checkpoint can't be read or does not fit the run; the message says which one and why."""
 
 
 class StoreError(DoraError):
-    """The weight store can't do what was asked: no such version, or it is still held."""
+    """An operation on the weight store is impossible: the version does not exist, or it is still in use."""
 
 
 class FingerprintError(IntegrityError):
-    """Weights are not those that were published under their version."""
+    """Weights differ from those that were published under their version."""
 
 
 class ProbeError(IntegrityError):
-    """A slot does not compute what the trainer published under its version; the message says by how much."""
+    """A slot computes other log-probs than the trainer published for its version; the message says by how much."""
 
 
 class NonFiniteError(DoraError):
-    """A loss or gradient is not a number; weights and optimiser stay those of the last version."""
+    """A loss or gradient is not finite; weights and optimiser state stay those of the last version."""
 
     def __init__(self, what: str, step: int, trajectories: tuple[int, ...]) -> None:
         self.step = step

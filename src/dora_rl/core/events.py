@@ -1,9 +1,11 @@
-"""What the world tells the orchestrator. Reports may come late, twice or out of order; none may be forged.
+"""Events: the reports of the runtime to the orchestrator.
 
-Reports about a trajectory carry its `attempt`: it grows whenever the trajectory is started anew elsewhere, so that
-a report of a former attempt is recognised and ignored. Reports of the trainer carry the attempt that they were asked
-with, for the same reason. Reports of an instance carry its current load where it is
-known, which saves a message of its own.
+Reports may arrive late, twice or out of order, but their content is true.
+
+Reports about a trajectory carry its `attempt`, which grows whenever the trajectory is restarted elsewhere, so that a
+report of an earlier attempt is recognised and ignored. Reports of the trainer carry the attempt of the command that
+they answer, for the same reason. Reports of an instance include its current load where it is known, which saves a
+separate message.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=Tr
 
 
 class PromptsArrived(Event, frozen=True, kw_only=True):
-    """Prompts from the data source, in the order in which they shall be admitted."""
+    """The data source has delivered prompts, in the order in which they are to be admitted."""
 
     prompts: tuple[Prompt, ...]
     last: bool = False
@@ -43,34 +45,34 @@ class InstanceJoined(Event, frozen=True, kw_only=True):
 
 
 class InstanceLost(Event, frozen=True, kw_only=True):
-    """A rollout engine is gone, with all that it held in memory."""
+    """A rollout engine is gone, with everything that it had in memory."""
 
     instance: InstanceId
     reason: str = ""
 
 
 class SlotLoaded(Event, frozen=True, kw_only=True):
-    """A slot serves this version from now on: the fingerprint proves what was loaded, the probe what is computed."""
+    """A slot serves this version now. The fingerprint proves what it loaded, the probe result what it computes."""
 
     slot: SlotId
     version: Version
     fingerprint: Fingerprint
     probe: ProbeResult | None = None
-    """None: the version was published without a probe."""
+    """None if the version was published without a probe."""
 
 
 class SlotLoadFailed(Event, frozen=True, kw_only=True):
-    """Loading failed; the slot serves nothing."""
+    """A load failed; the slot serves nothing."""
 
     slot: SlotId
     version: Version
     reason: str = ""
     differs: bool = False
-    """The weights came, but what the slot computed with them is not what the trainer published."""
+    """The weights arrived, but the slot computes other log-probs with them than the trainer published."""
 
 
 class Progress(Event, frozen=True, kw_only=True):
-    """Heartbeat of an instance: its load and how far its requests are."""
+    """A periodic report of an instance: its load and the progress of its requests."""
 
     instance: InstanceId
     kv_tokens: int
@@ -86,18 +88,18 @@ class KvPressure(Event, frozen=True, kw_only=True):
 
 
 class Generated(Event, frozen=True, kw_only=True):
-    """The last token of a trajectory is sampled."""
+    """The last token of a trajectory has been sampled."""
 
     trajectory: TrajectoryId
     attempt: Attempt
     instance: InstanceId
     version: Version
-    """The version that served it, as the engine saw it."""
+    """The version that generated it, as reported by the engine."""
     fingerprint: Fingerprint
     tokens: int
     """Response tokens."""
     kv_tokens: int
-    """Load of the instance after it left."""
+    """KV tokens on the instance after the request has left."""
 
 
 class Parked(Event, frozen=True, kw_only=True):
@@ -106,7 +108,7 @@ class Parked(Event, frozen=True, kw_only=True):
     trajectory: TrajectoryId
     attempt: Attempt
     kv_tokens: int | None
-    """Of its instance; none: not known."""
+    """KV tokens on its instance; None if not known."""
 
 
 class Unparked(Event, frozen=True, kw_only=True):
@@ -115,27 +117,27 @@ class Unparked(Event, frozen=True, kw_only=True):
     trajectory: TrajectoryId
     attempt: Attempt
     kv_tokens: int | None
-    """Of its instance; none: not known."""
+    """KV tokens on its instance; None if not known."""
 
 
 class Scored(Event, frozen=True, kw_only=True):
-    """A generated trajectory has its reward."""
+    """The reward of a generated trajectory has been computed."""
 
     trajectory: TrajectoryId
     reward: float
     components: dict[str, float] = {}
-    """What each reward function gave, and further numbers that it told of; for people, nothing is decided by it."""
+    """The value of each reward function, and other numbers that it returned. No decision depends on them."""
 
 
 class TrajectoryFailed(Event, frozen=True, kw_only=True):
-    """A trajectory can't be finished or scored: its environment or reward raised, hung or returned nonsense."""
+    """A trajectory can't be finished or scored: its environment or reward raised, hung or returned invalid data."""
 
     trajectory: TrajectoryId
     reason: str
 
 
 class Moved(Event, frozen=True, kw_only=True):
-    """These requests run on the target of their move now; with their KV, where the engine can move it."""
+    """These requests now run on the target of their move, with their KV where the engine can move it."""
 
     trajectories: tuple[TrajectoryId, ...]
     attempts: tuple[Attempt, ...]
@@ -144,22 +146,23 @@ class Moved(Event, frozen=True, kw_only=True):
 
 
 class MoveFailed(Event, frozen=True, kw_only=True):
-    """These requests did not arrive."""
+    """These requests did not arrive at the target of their move."""
 
     trajectories: tuple[TrajectoryId, ...]
     attempts: tuple[Attempt, ...]
     source: SlotId
     target: SlotId
     kept: bool
-    """The source still runs them; otherwise their KV is lost and they go on from their tokens."""
+    """True: the source still runs them. False: their KV is lost, and they continue from their tokens."""
 
 
 class Accumulated(Event, frozen=True, kw_only=True):
-    """The trainer has added the gradients of so many groups to the step."""
+    """The trainer has added the gradients of some groups to those of the step."""
 
     step: StepId
     attempt: Attempt
     groups: int
+    """How many groups."""
 
 
 class Trained(Event, frozen=True, kw_only=True):
@@ -170,41 +173,41 @@ class Trained(Event, frozen=True, kw_only=True):
 
 
 class Published(Event, frozen=True, kw_only=True):
-    """A version can be loaded."""
+    """The weights of a version can be loaded."""
 
     version: Version
     attempt: Attempt
     fingerprint: Fingerprint
     probe: str = ""
-    """Digest of the probe published with it; empty: there is none."""
+    """Digest of the probe published with it; empty if there is none."""
 
 
 class Checkpointed(Event, frozen=True, kw_only=True):
-    """The trainer can restart from this version; earlier batches need not be kept."""
+    """The trainer can restart from this version, so earlier batches need not be kept."""
 
     version: Version
 
 
 class TrainerLost(Event, frozen=True, kw_only=True):
-    """The trainer is gone; what it had accumulated is lost."""
+    """The trainer is gone, with the gradients that it had accumulated."""
 
     reason: str = ""
 
 
 class TrainerReady(Event, frozen=True, kw_only=True):
-    """A trainer is there, with the weights of this version."""
+    """A trainer has started and has the weights of this version."""
 
     version: Version
 
 
 class BoundChanged(Event, frozen=True, kw_only=True):
-    """From now on groups are admitted under another bound K; those admitted before keep theirs. Mode `dora` only."""
+    """New groups are admitted under another bound K; groups admitted before keep theirs (mode `dora` only)."""
 
     max_staleness: int
 
 
 class Tick(Event, frozen=True, kw_only=True):
-    """Time has passed: a deadline that the orchestrator asked to be woken for may be due."""
+    """Time has passed, and a timer that the orchestrator set may be due."""
 
 
 AnyEvent = (

@@ -1,8 +1,8 @@
-"""Digests of files: what proves later that a file is still what it was.
+"""Digests of files, which prove later that a file is unchanged.
 
-A file is hashed whole up to a size; of a larger one its size and blocks spread evenly over it, first and last
-included, are taken, so that looking at a data set of any size takes a moment. What must be proved to the last byte is
-hashed whole whatever its size.
+`sampled_digest` hashes a small file in full. Of a larger one it hashes blocks spread evenly over the file, first and
+last included, and the size is compared too, so that a data set of any size is checked quickly. `whole_digest` hashes
+every byte, for files that must be proved exactly.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from dora_rl.core.types import Record
 
 _BLOCK = 1 << 16
 _BLOCKS = 512
-"""32 MB are hashed at most where a file is sampled."""
+"""A sampled digest reads at most 32 MB."""
 
 
 class FileDigest(Record, frozen=True, kw_only=True):
-    """What a file was."""
+    """The size and digest of a file at one time."""
 
     size: int
-    """In bytes."""
+    """Bytes."""
     digest: str
     """BLAKE2b, in hexadecimal."""
 
 
 def whole_digest(path: Path) -> FileDigest:
-    """Of every byte of a file."""
+    """The digest of every byte of a file."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
         return FileDigest(size=file.tell(), digest=digest)
 
 
 def sampled_digest(path: Path) -> FileDigest:
-    """Of a file that may be large: the whole of it, or blocks spread over it."""
+    """The digest of a file that may be large: of all its bytes, or of blocks spread over it."""
     size = path.stat().st_size
     if size <= _BLOCK * _BLOCKS:
         return whole_digest(path)
@@ -48,7 +48,7 @@ def sampled_digest(path: Path) -> FileDigest:
 
 
 def tree_digests(folder: Path, prefix: str = "") -> dict[str, FileDigest]:
-    """Of all files below a folder, by their paths in it, behind a prefix."""
+    """Digests of all files below a folder, by prefix and path relative to the folder."""
     return {
         f"{prefix}{path.relative_to(folder).as_posix()}": whole_digest(path)
         for path in sorted(folder.rglob("*"))
@@ -56,13 +56,13 @@ def tree_digests(folder: Path, prefix: str = "") -> dict[str, FileDigest]:
     }
 
 
-def text_digest(text: bytes) -> str:
-    """Of something that is not a file."""
-    return hashlib.blake2b(text, digest_size=32).hexdigest()
+def bytes_digest(data: bytes) -> str:
+    """The digest of data that is not in a file."""
+    return hashlib.blake2b(data, digest_size=32).hexdigest()
 
 
 def differences(expected: Mapping[str, FileDigest], found: Mapping[str, FileDigest]) -> dict[str, str]:
-    """Files that are not what they were, and what is wrong with each."""
+    """Files that differ from what is expected, and how each differs."""
     problems = {}
     for name in sorted(expected.keys() | found.keys()):
         before, after = expected.get(name), found.get(name)

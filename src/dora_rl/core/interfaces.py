@@ -1,9 +1,9 @@
-"""The one seam between decisions and the world.
+"""The interfaces between the layers: state machine and runtime, trainer and weight store, weight store and engine.
 
-A world carries out commands and yields events in the order in which they become known. The local runtime, the Ray
-runtime, the simulator and the tests are worlds; `drive` is the only loop there is.
+A runtime executes commands and yields events in the order in which they become known. The supervisor (on one machine
+or on Ray), the simulator and the tests' runtimes implement it; `drive` is the only loop.
 
-    world --event, now--> orchestrator --commands--> world
+    runtime --event, now--> orchestrator --commands--> runtime
 """
 
 from __future__ import annotations
@@ -20,47 +20,47 @@ from dora_rl.core.types import Fingerprint, Nanoseconds, Version
 
 
 class StateMachine(Protocol):
-    """What takes the decisions: the orchestrator."""
+    """Takes the decisions; the orchestrator implements it."""
 
     def step(self, event: Event, now: Nanoseconds) -> list[Command]:
-        """Take notice of an event and say what to do about it."""
+        """Process an event and return the commands that follow from it."""
         ...
 
     def wake_at(self) -> Nanoseconds | None:
-        """When a `Tick` is due, if nothing else happens before."""
+        """When a `Tick` is due, unless another event comes first."""
         ...
 
 
 class Runtime(Protocol):
-    """What stands behind the commands."""
+    """Executes commands and reports events."""
 
     def next_event(self, wake_at: Nanoseconds | None) -> tuple[Event, Nanoseconds] | None:
-        """Wait for the next event, at most until `wake_at` (then it is a `Tick`); None ends the run."""
+        """Wait for the next event, at most until `wake_at`, when it is a `Tick`. None ends the run."""
         ...
 
     def execute(self, commands: Iterable[Command]) -> None:
-        """Begin what the commands ask for; results come back as events."""
+        """Start executing the commands; their results come back as events."""
         ...
 
 
-def drive(decider: StateMachine, world: Runtime) -> None:
-    """Feed events to the orchestrator and its commands to the world, until the world ends."""
-    while (arrived := world.next_event(decider.wake_at())) is not None:
+def drive(machine: StateMachine, runtime: Runtime) -> None:
+    """Feed events to the state machine and its commands to the runtime until the runtime ends the run."""
+    while (arrived := runtime.next_event(machine.wake_at())) is not None:
         event, now = arrived
-        world.execute(decider.step(event, now))
+        runtime.execute(machine.step(event, now))
 
 
 class TensorSpec(NamedTuple):
-    """What a tensor will be, said before it is there."""
+    """Describes a tensor before it exists."""
 
     name: str
     dtype: str
-    """As safetensors spells it: F32, BF16 ..."""
+    """In the notation of safetensors: F32, BF16 ..."""
     shape: tuple[int, ...]
 
 
 class WeightSink(Protocol):
-    """Where the trainer's versions go: the weight store."""
+    """Receives the versions that the trainer publishes; the weight store implements it."""
 
     def publish(
         self,
@@ -72,45 +72,45 @@ class WeightSink(Protocol):
         write: bool,
         probe: Probe | None,
     ) -> Fingerprint:
-        """Make weights loadable as this version. `tensors` come in the order of `specs`.
+        """Make weights loadable as this version. `tensors` are in the order of `specs`.
 
-        Every process of a sharded trainer calls this, since gathering a tensor takes all of them; one writes.
+        Every rank of a sharded trainer calls this, since all ranks take part in gathering a tensor; one rank writes.
         """
         ...
 
 
 class WeightSource(Protocol):
-    """Where an engine takes published weights from. All calls raise `VersionError` for a version that is not there."""
+    """Gives published weights to an engine. All methods raise `VersionError` for a version that is not available."""
 
     def tensors(self, version: Version) -> Mapping[str, Any]:
-        """The tensors of a version by their names in the module's `state_dict`; mapped from where they lie, no copy."""
+        """The tensors of a version by their names in the module's `state_dict`, memory-mapped without a copy."""
         ...
 
     def fingerprint(self, version: Version) -> Fingerprint:
-        """What the version was published as."""
+        """The fingerprint that the version was published with."""
         ...
 
     def probe(self, version: Version) -> Probe | None:
-        """What the trainer computed with the version; None: it was published without a probe."""
+        """The probe that the version was published with; None if there is none."""
         ...
 
 
 class PublishedFile(NamedTuple):
-    """A published version as a file, for an engine that reads files by itself."""
+    """A published version as a file, for an engine that reads weight files itself."""
 
     path: Path
-    """Safetensors."""
+    """A safetensors file."""
     fingerprint: Fingerprint
-    """Proven on what lies in the file."""
+    """The fingerprint, verified against the contents of the file."""
     adapter: bool
-    """It is a LoRA adapter, to be put over the base weights."""
+    """The file is a LoRA adapter over the base weights."""
     probe: Probe | None = None
-    """What the trainer computed with the version; None: it was published without a probe."""
+    """The probe that the version was published with; None if there is none."""
 
 
 class WeightFiles(Protocol):
-    """Where such an engine takes published weights from."""
+    """Gives published weights, as files, to such an engine."""
 
     def hold(self, version: Version) -> AbstractContextManager[PublishedFile]:
-        """The file of a version, which stays there meanwhile; raises `VersionError` if it is not there."""
+        """Keep the file of a version in place while the context is open; raise `VersionError` if it does not exist."""
         ...

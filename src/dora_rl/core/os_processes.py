@@ -1,8 +1,8 @@
-"""Processes of this machine: whether one is alive, and the end of all that descend from one.
+"""Operating system processes: whether one is alive, and how to end all descendants of one.
 
-On Linux a process can be made the one that its orphaned descendants are given to (`adopt_orphans`), so that nothing
-that descends from it can leave its tree: not by a session of its own (`setsid`), not by a second fork. Other systems
-have no such thing: there `descendants` knows nobody, and only process groups can be ended as a whole.
+On Linux a process can become the subreaper of its orphaned descendants (`adopt_orphans`), so that no descendant can
+leave its tree, neither with a new session (`setsid`) nor with a second fork. Other systems lack this: there
+`descendants` finds none, and only process groups can be ended as a whole.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PAUSE = 0.002
 
 
 def alive(pid: int) -> bool:
-    """It runs or is stopped. One that has ended and that nobody has buried yet has a number, but is not alive."""
+    """Whether the process runs or is stopped. A zombie still has a pid, but is not alive."""
     try:
         os.kill(pid, 0)
         state = _STATE.match(Path(f"/proc/{pid}/stat").read_bytes())
@@ -33,38 +33,38 @@ def alive(pid: int) -> bool:
     except PermissionError:
         return True
     except OSError:
-        return not Path("/proc/self").exists()  # no such folder on other systems
+        return not Path("/proc/self").exists()  # other systems have no /proc
     return state is not None and state[1] not in b"ZX"
 
 
 def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Get a signal when the parent ends, even in the middle of a long computation; leave at once if it has ended."""
+    """Receive a signal when the parent ends, even during a long computation; exit at once if it has ended already."""
     _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def adopt_orphans() -> None:
-    """From now on descendants of this process whose own parent ends become its children; on Linux only."""
+    """Become the parent of all descendants whose own parent ends, from now on (Linux only)."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def descendants(pid: int) -> set[int]:
-    """Processes that descend from this one, without those that have ended; nobody where there is no `/proc`."""
+    """Live descendants of a process; empty where there is no `/proc`."""
     return set(_below(pid, _table(), ()))
 
 
 def end_descendants(seconds: float, spared: Collection[int] = ()) -> bool:
-    """Kill all that descend from this process, but children that are spared, as often as new ones are found.
+    """Kill all descendants of this process except the spared children, until no new ones are found.
 
-    False if some are left after so many seconds. A process that does not adopt orphans loses sight of those whose
-    parent was killed first.
+    Return False if some are left after `seconds`. A process that does not adopt orphans can't find those descendants
+    whose parent was killed first.
     """
     end = time.monotonic() + seconds
     while found := _below(os.getpid(), _table(), spared):
-        for one, started in found.items():
-            _kill(one, started)
-        _bury()
+        for pid, started in found.items():
+            _kill(pid, started)
+        _reap()
         if time.monotonic() > end:
             return False
         time.sleep(_PAUSE)
@@ -86,7 +86,7 @@ def _below(pid: int, table: dict[int, tuple[int, bytes]], spared: Collection[int
 
 
 def _table() -> dict[int, tuple[int, bytes]]:
-    """All processes that have not ended: their parents, and when they started, which tells two of one number apart."""
+    """Parent and start time of every live process. The start time distinguishes two processes that reuse one pid."""
     found = {}
     with contextlib.suppress(OSError):
         for entry in Path("/proc").iterdir():
@@ -105,8 +105,8 @@ def _stat(pid: int) -> tuple[int, bytes] | None:
 
 
 def _kill(pid: int, started: bytes) -> None:
-    """Kill that very process: its number may be another's by now."""
-    with contextlib.suppress(OSError):  # it has ended, or is another user's
+    """Kill exactly this process; its pid may have been reused."""
+    with contextlib.suppress(OSError):  # it has ended, or belongs to another user
         handle = os.pidfd_open(pid)
         try:
             stat = _stat(pid)
@@ -116,8 +116,8 @@ def _kill(pid: int, started: bytes) -> None:
             os.close(handle)
 
 
-def _bury() -> None:
-    """Take note of children of this process that have ended."""
+def _reap() -> None:
+    """Collect children of this process that have ended."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

@@ -1,27 +1,27 @@
-"""The behaviour probe: proof of what a slot computes, not only of the bytes that it loaded.
+"""The behaviour probe: it proves what a slot computes, not only which bytes it loaded.
 
-With each version the trainer publishes its own log-probs of a few fixed token sequences. A slot computes the same
-log-probs after loading, in the way that it will serve, and serves only if the two agree. Both sides are independent
-code (packed training forward; paged, batched inference, perhaps another engine), so the probe covers all between the
-trainer's weights and the engine's numbers: adapters and their scale, tied embeddings, casts, positions, kernels,
-tensor parallelism.
+With each version the trainer publishes its own log-probs of a few fixed token sequences. After loading, a slot computes
+the same log-probs with the code path that it serves with, and serves only if the two agree. The two sides are
+independent code (packed training forward; paged, batched inference, perhaps another engine), so the probe covers
+everything between the trainer's weights and the engine's numbers: adapters and their scale, tied embeddings, casts,
+positions, kernels, tensor parallelism.
 
 Invariants:
-- the sequences follow from (seed, vocabulary size) alone, on every machine and Python version; a shorter context
-  clips them, and since the models are causal, the log-probs of what is left are the same;
-- lengths are ragged, and both the last prefilled token and the decoded ones cross the boundaries of KV blocks of 16
-  and of 32 tokens.
+- the sequences depend only on the seed and the vocabulary size, on every machine and Python version; a shorter context
+  clips them, and since the models are causal, the log-probs of the remaining tokens are the same;
+- the sequences differ in length, and both the last prefilled token and the decoded ones cross the boundaries of KV
+  blocks of 16 and of 32 tokens.
 
-**Tolerance.** Two sound computations differ by rounding. `TOLERANCE` is by dtype, the coarser of the two sides; the
-largest difference over all tokens must be within it.
+**Tolerance.** Two correct computations differ by rounding. `TOLERANCE` depends on the coarser dtype of the two sides;
+the largest difference over all tokens must be within it.
 
 **Mixtures of experts.** Where two experts are nearly tied for the last place in a router's choice, rounding decides,
 and another expert changes the log-probs of that token and of all later ones of its sequence by far more than rounding
-does. So the trainer says how many leading log-probs of each sequence are `firm`: no router had a near tie before them.
-Those are compared like any dense model's. Where some are not firm, the median difference over all tokens must also be
-within the much wider `LOOSE`: a few tokens that went to another expert do not move it, weights of another version do.
-A fault of weights that all tokens go through shows in the firm ones; one inside a single expert shows only if the
-probe is routed there.
+does. Therefore the trainer publishes how many leading log-probs of each sequence are `firm`: no router had a near tie
+before them. Those are compared like the log-probs of a dense model. Where some are not firm, the median difference over
+all tokens must also be within the much wider `MEDIAN_TOLERANCE`: a few tokens that are routed to another expert do not
+change the median, but weights of another version do. A fault in weights that all tokens use shows in the firm
+log-probs; a fault inside a single expert shows only if the probe is routed to that expert.
 """
 
 from __future__ import annotations
@@ -38,34 +38,35 @@ from dora_rl.core.errors import ProbeError
 from dora_rl.core.types import Record, Version
 
 LENGTHS = (3, 9, 18, 34)
-"""Tokens of the sequences: with `DECODED` behind them, decoding crosses position 16 in one and 32 in another."""
+"""Lengths of the sequences. Decoding their last `DECODED` tokens crosses position 16 in one and 32 in another."""
 DECODED = 4
-"""Tokens at the end of each sequence that an engine computes one by one, as it decodes."""
+"""How many tokens at the end of each sequence an engine decodes one by one instead of prefilling them."""
 TOLERANCE = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5}
-"""Largest difference of a log-prob between two sound computations, in nats, by the coarser dtype of the two. Measured
-differences are some tens of times smaller in float32 and a few times in the others (`make bench-probe` prints them):
-a false alarm ends a run, and rounding differs by machine. A dtype that is not here counts as the coarsest."""
-LOOSE = {"float32": 0.1, "float16": 0.2, "bfloat16": 0.5}
-"""The same for the median over all log-probs, where some lie behind a near tie of experts."""
+"""Largest allowed difference of a log-prob, in nats, by the coarser dtype of the two sides. Measured differences are
+some tens of times smaller in float32 and a few times smaller in the other dtypes (`make bench-probe` prints them). The
+margin is wide because a false alarm ends a run, and rounding differs by machine. A dtype that is missing here counts as
+the coarsest."""
+MEDIAN_TOLERANCE = {"float32": 0.1, "float16": 0.2, "bfloat16": 0.5}
+"""Largest allowed median difference over all log-probs, where some come after a near tie of experts."""
 
 
 def tolerance_of(*dtypes: str) -> float:
-    """What two sides that compute in these dtypes may differ by."""
+    """The largest allowed difference between two sides that compute in these dtypes."""
     return max(TOLERANCE.get(dtype, max(TOLERANCE.values())) for dtype in dtypes)
 
 
 class ProbeResult(Record, frozen=True, kw_only=True):
-    """How far a slot is from the trainer; written into the ledger."""
+    """How far a slot's log-probs are from the trainer's; recorded in the ledger."""
 
     digest: str
-    """Of the probe that it was compared with."""
+    """Digest of the probe that the slot was compared with."""
     difference: float
     """Largest difference of a log-prob, in nats."""
     tolerance: float
 
 
 class _Gap(NamedTuple):
-    """Two log-probs of one token."""
+    """The difference between the two log-probs of one token."""
 
     size: float
     sequence: int
@@ -73,15 +74,15 @@ class _Gap(NamedTuple):
 
 
 class Probe(Record, frozen=True, kw_only=True):
-    """What the trainer computed for a version."""
+    """The trainer's log-probs of the probe sequences for one version."""
 
     tokens: tuple[tuple[int, ...], ...]
     logprobs: tuple[tuple[float, ...], ...]
-    """Of all tokens but the first of each sequence, at temperature 1."""
+    """Log-probs of all tokens but the first of each sequence, at temperature 1."""
     firm: tuple[int, ...]
-    """How many leading log-probs of each sequence are before any near tie of experts; of a dense model all are."""
+    """How many leading log-probs of each sequence come before any near tie of experts; for a dense model, all."""
     dtype: str
-    """That the trainer computed in."""
+    """The dtype that the trainer computed in."""
 
     def __post_init__(self) -> None:
         if not len(self.tokens) == len(self.logprobs) == len(self.firm):
@@ -93,21 +94,21 @@ class Probe(Record, frozen=True, kw_only=True):
                 raise ValueError("a log-prob of a probe is not a finite number")
 
     def encode(self) -> str:
-        """As text, for the header of a published version."""
+        """Encode the probe as text for the header of a published version."""
         return msgspec.json.encode(self).decode()
 
     @classmethod
     def decode(cls, text: str) -> Probe:
-        """From its text; `ValueError` if it is none."""
+        """Decode the text of a probe; raise `ValueError` if it is not one."""
         return msgspec.json.decode(text, type=cls)
 
     @property
     def digest(self) -> str:
-        """Names it in the ledger."""
+        """The name of this probe in the ledger."""
         return hashlib.blake2b(self.encode().encode(), digest_size=8).hexdigest()
 
     def within(self, context: int) -> tuple[tuple[int, ...], ...]:
-        """The sequences, clipped to a context."""
+        """The sequences, clipped to a context length."""
         clipped = (tokens[:context] for tokens in self.tokens)
         return tuple(tokens for tokens in clipped if len(tokens) >= 2)
 
@@ -121,9 +122,9 @@ class Probe(Record, frozen=True, kw_only=True):
         version: Version,
         against: str = "in the trainer",
     ) -> ProbeResult:
-        """How far log-probs of (clipped) sequences, computed in this dtype, are from the trainer's.
+        """Compare log-probs of the (clipped) sequences, computed in this dtype, with the trainer's.
 
-        Another than the default tolerance may be given. Too far is a `ProbeError`.
+        `tolerance` replaces the default one. Raise `ProbeError` if the difference is too large.
         """
         dtypes = (self.dtype, dtype)
         allowed = tolerance_of(*dtypes) if tolerance is None else tolerance
@@ -132,8 +133,8 @@ class Probe(Record, frozen=True, kw_only=True):
         if firm:
             results.append((firm[-1], allowed))
         if others:
-            loose = max(LOOSE.get(one, max(LOOSE.values())) for one in dtypes)
-            results.append((statistics.median_low(sorted([*firm, *others])), max(allowed, loose)))
+            median_allowed = max(MEDIAN_TOLERANCE.get(one, max(MEDIAN_TOLERANCE.values())) for one in dtypes)
+            results.append((statistics.median_low(sorted([*firm, *others])), max(allowed, median_allowed)))
         gap, limit = max(results, key=lambda result: result[0].size / result[1])
         if not gap.size <= limit:
             here, there = found[gap.sequence][gap.token - 1], self.logprobs[gap.sequence][gap.token - 1]
@@ -141,34 +142,34 @@ class Probe(Record, frozen=True, kw_only=True):
             raise ProbeError(
                 f"slot {slot} does not compute what the trainer published as version {version}: a log-prob of the "
                 f"probe differs by {gap.size:.3g} (sequence {gap.sequence}, token {gap.token}: {here:.6g} here, "
-                f"{there:.6g} {against}), and {limit:g} is allowed {which}; look at what the engine "
-                "does with the adapter, tied embeddings, dtypes and positions of this model, or set "
+                f"{there:.6g} {against}), and {limit:g} is allowed {which}; check how the engine handles the "
+                "adapter, tied embeddings, dtypes and positions of this model, or set "
                 "rollout.engine.probe_tolerance if the engine is meant to compute more coarsely"
             )
         return ProbeResult(digest=self.digest, difference=gap.size, tolerance=limit)
 
     def _gaps(self, found: Sequence[Sequence[float]]) -> tuple[list[_Gap], list[_Gap]]:
-        """Differences of firm log-probs and of the others, smallest first; what is not a number differs infinitely."""
+        """Differences of firm log-probs and of the others, smallest first; a NaN counts as an infinite difference."""
         firm: list[_Gap] = []
         others: list[_Gap] = []
-        for index, said in enumerate(found):
-            for place, (here, there) in enumerate(zip(said, self.logprobs[index], strict=False)):
+        for index, logprobs in enumerate(found):
+            for position, (here, there) in enumerate(zip(logprobs, self.logprobs[index], strict=False)):
                 size = abs(float(here) - there)
-                gap = _Gap(size if math.isfinite(size) else math.inf, index, place + 1)
-                (firm if place < self.firm[index] else others).append(gap)
+                gap = _Gap(size if math.isfinite(size) else math.inf, index, position + 1)
+                (firm if position < self.firm[index] else others).append(gap)
         return sorted(firm), sorted(others)
 
 
 def sequences(seed: int, vocabulary: int, context: int) -> tuple[tuple[int, ...], ...]:
-    """The token ids of the probe; sequences that a context clips to fewer than two tokens are left out."""
+    """The token ids of the probe; sequences that the context clips to fewer than two tokens are left out."""
     made = []
     for index, length in enumerate(LENGTHS):
         size = min(length, context)
         if size >= 2:
-            made.append(tuple(_token(seed, index, place, vocabulary) for place in range(size)))
+            made.append(tuple(_token(seed, index, position, vocabulary) for position in range(size)))
     return tuple(made)
 
 
-def _token(seed: int, index: int, place: int, vocabulary: int) -> int:
-    digest = hashlib.blake2b(f"{seed} {index} {place}".encode(), digest_size=8).digest()
+def _token(seed: int, index: int, position: int, vocabulary: int) -> int:
+    digest = hashlib.blake2b(f"{seed} {index} {position}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % vocabulary

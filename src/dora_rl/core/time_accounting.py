@@ -1,8 +1,8 @@
 """Exact time accounting.
 
 Invariants:
-- an account has exactly one current label from its birth to its close, so its totals add up to its lifetime;
-- times are integer nanoseconds, so they add up exactly, not nearly;
+- an account has exactly one current activity at any time, so its totals add up to its lifetime;
+- times are integer nanoseconds, so sums are exact;
 - time never runs backwards in an account.
 """
 
@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dora_rl.core.activities import ASIDE, WORK, ActivityLabel, IdleCause
+from dora_rl.core.activities import UNAVAILABLE, WORK, ActivityLabel, IdleCause
 from dora_rl.core.types import Nanoseconds, SlotId, Version
 
 
 class Activity(NamedTuple):
-    """What somebody does now: a label, the version it is done for, and the cause where it idles."""
+    """What a slot or the trainer does: a label, the version that it works for, and the cause if it is idle."""
 
     label: ActivityLabel
     version: Version | None = None
@@ -26,7 +26,7 @@ class Activity(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """A stretch of time with one activity."""
+    """An interval of time with one activity."""
 
     start: Nanoseconds
     end: Nanoseconds
@@ -35,38 +35,38 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """What each slot and the trainer did, for drawing."""
+    """The activities of each slot and of the trainer, for drawing."""
 
     slots: dict[SlotId, list[Segment]]
     trainer: list[Segment]
     moves: list[tuple[Nanoseconds, SlotId, SlotId, int]]
-    """When, from, to, how many requests."""
+    """Time, source, target and number of requests of each move."""
     published: dict[Version, Nanoseconds]
     start: Nanoseconds
     end: Nanoseconds
 
 
 class TimeAccount:
-    """The time of one slot, or of the trainer."""
+    """Accounts for the time of one slot, or of the trainer."""
 
-    __slots__ = ("_since", "born", "current", "segments", "totals")
+    __slots__ = ("_since", "created", "current", "segments", "totals")
 
     def __init__(self, now: Nanoseconds, activity: Activity, *, keep_segments: bool = False) -> None:
-        self.born = now
+        self.created = now
         self.current = activity
         self.totals: defaultdict[Activity, Nanoseconds] = defaultdict(int)
         self.segments: list[Segment] | None = [] if keep_segments else None
         self._since = now
 
     def switch(self, now: Nanoseconds, activity: Activity) -> None:
-        """From `now` on, time goes to `activity`."""
+        """Account for time from `now` on under `activity`."""
         if activity == self.current:
             return
         self.settle(now)
         self.current = activity
 
     def settle(self, now: Nanoseconds) -> None:
-        """Book the time up to `now` on the current activity."""
+        """Add the time up to `now` to the current activity."""
         spent = now - self._since
         assert spent >= 0, f"time ran backwards by {-spent} ns"
         if not spent:
@@ -82,8 +82,8 @@ class TimeAccount:
 
     @property
     def lifetime(self) -> Nanoseconds:
-        """From birth to the last settled moment."""
-        return self._since - self.born
+        """Time from the creation of the account to the last settled moment."""
+        return self._since - self.created
 
     def by_label(self) -> dict[ActivityLabel, Nanoseconds]:
         """Totals by label; they add up to `lifetime`."""
@@ -93,7 +93,7 @@ class TimeAccount:
         return result
 
     def idle_by_cause(self) -> dict[str, Nanoseconds]:
-        """Idle time by the name of its cause (the version waited for is left out)."""
+        """Idle time by the name of its cause, over all versions waited for."""
         result: dict[str, Nanoseconds] = {}
         for activity, spent in self.totals.items():
             if activity.label is ActivityLabel.IDLE:
@@ -103,16 +103,16 @@ class TimeAccount:
         return result
 
 
-def named(label: str, cause: str) -> str:
-    """The name under which time is added up: its label, or `idle: cause`."""
+def activity_name(label: str, cause: str) -> str:
+    """The name under which time is summed: its label, or `idle: cause`."""
     return f"{ActivityLabel.IDLE}: {cause}" if label == ActivityLabel.IDLE else label
 
 
-NOT_COUNTED = (ActivityLabel.TRAIN, *(named(ActivityLabel.IDLE, cause) for cause in ASIDE))
-"""Time of slots that occupancy leaves out; devices that train do not generate."""
+NOT_COUNTED = (ActivityLabel.TRAIN, *(activity_name(ActivityLabel.IDLE, cause) for cause in UNAVAILABLE))
+"""Slot time that occupancy leaves out. Devices that train can't generate."""
 
 
 def occupancy(time: Mapping[str, float]) -> float:
-    """Share that went into requests of the time in which slots could have worked; `time` is by name."""
-    whole = sum(spent for name, spent in time.items() if name not in NOT_COUNTED)
-    return sum(time.get(label, 0) for label in WORK) / whole if whole else 0.0
+    """The share of the time available to slots that they spent on requests; `time` is by `activity_name`."""
+    available = sum(spent for name, spent in time.items() if name not in NOT_COUNTED)
+    return sum(time.get(label, 0) for label in WORK) / available if available else 0.0

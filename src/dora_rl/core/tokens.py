@@ -6,7 +6,7 @@ Invariants:
   properties are read-only views of those bytes;
 - `start` is the index of the first token in the response, so chunks of a trajectory join without a gap or overlap.
 
-Shapes: N tokens, L layers with routed experts, E experts per token.
+Dimensions: N tokens, L layers with routed experts, E experts per token.
 """
 
 from __future__ import annotations

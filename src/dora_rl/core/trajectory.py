@@ -7,7 +7,7 @@ Invariants, checked when a record is made, so that no bad record exists:
 - a trained token has a finite behaviour log-prob of at most zero, under the one version that the trajectory names;
 - the siblings of a group have one version.
 
-Shapes: T tokens of prompt and responses together, L layers with routed experts, E experts per token.
+Dimensions: T tokens of prompt and response together, L layers with routed experts, E experts per token.
 """
 
 from __future__ import annotations

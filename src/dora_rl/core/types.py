@@ -1,14 +1,13 @@
-"""The glossary as types. The words here are the words everywhere: code, config, metrics, docs, messages.
+"""Identifiers and small records of the whole system; the glossary is in `dora_rl.core`.
 
-Identities are small integers handed out in order of admission, so that a run is repeatable and every table sorts
-the way it happened:
+Identifiers are small integers in order of admission, so that a run is repeatable and tables sort chronologically:
 
 - a `GroupId` counts admitted groups: 0, 1, 2 ...
-- a `TrajectoryId` is `group * group_size + sibling`. It also keys the sampler, so what a trajectory says does not
+- a `TrajectoryId` is `group * group_size + sibling`. It also keys the sampler, so the tokens of a trajectory do not
   depend on where or in which batch it ran.
 - a `Version` n is the policy after n optimiser steps; step n starts from version n and publishes version n + 1.
-- an `InstanceId` names one life of one rollout engine. An engine that restarts joins under a fresh name, so that a
-  late report of its former life can't be taken for a report of the new one.
+- an `InstanceId` names one rollout engine and is unique per restart, so that a late report of an engine before its
+  restart can't be mistaken for a report after it.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ SECOND: Nanoseconds = 1_000_000_000
 
 
 def nanoseconds(seconds: float) -> Nanoseconds:
-    """Seconds as the integer unit of all clocks here: sums of integers are exact, sums of floats are not."""
+    """Convert seconds to the integer unit of all clocks: sums of integers are exact, sums of floats are not."""
     return round(seconds * SECOND)
 
 
 class SlotId(NamedTuple):
-    """One place for one set of weights on an instance."""
+    """Identifies a slot: room for one set of weights on an instance."""
 
     instance: InstanceId
     number: int
@@ -45,7 +44,7 @@ class SlotId(NamedTuple):
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of plain immutable data."""
+    """Base of immutable data records."""
 
 
 class Prompt(Record, frozen=True, kw_only=True):
@@ -57,32 +56,32 @@ class Prompt(Record, frozen=True, kw_only=True):
 
 
 class DecodeCost(Record, frozen=True, kw_only=True):
-    """What one decode step of an instance takes: `base + per_request * requests + per_token * context tokens`."""
+    """The time of one decode step: `base + per_request * requests + per_token * context tokens`, in seconds."""
 
     base: float = 0.0
-    """Seconds that a step costs however small its batch: reading the weights, launching kernels."""
+    """Seconds per step, whatever the batch size: reading the weights, launching kernels."""
     per_request: float = 0.0
     """Seconds per sequence in the batch."""
     per_token: float = 0.0
-    """Seconds per token of context held by the batch: reading the KV cache."""
+    """Seconds per context token of the batch: reading the KV cache."""
 
     def seconds(self, requests: float, context: float) -> float:
         return self.base + self.per_request * requests + self.per_token * context
 
 
 class InstanceSpec(Record, frozen=True, kw_only=True):
-    """What an instance can do, said once when it joins. Room is shared by its slots."""
+    """The capacity of an instance, declared when it joins. Its slots share the limits."""
 
     instance: InstanceId
     slots: int = 1
-    """How many versions it can serve at once."""
+    """How many versions the instance can serve at once."""
     max_requests: int
     """How many sequences may decode at once, over all slots."""
     kv_tokens: int
-    """How many tokens of KV cache fit, over all slots."""
+    """Size of the KV cache in tokens, over all slots."""
     one_batch: bool = False
-    """Its slots decode in one batch: serving one version more costs nothing but its slot."""
+    """All slots decode in one batch, so serving another version costs nothing but a slot."""
     shares_trainer: bool = False
-    """Its devices also train: it pauses, requests kept, while a step is computed."""
+    """The instance's devices also train: it pauses, keeping its requests, while a step is computed."""
     decode: DecodeCost = DecodeCost()
-    """Measured or modelled speed; all zero means unknown, and then nothing is planned from it."""
+    """Measured or modelled speed; all zeros mean unknown, and then no plan uses it."""

@@ -33,7 +33,7 @@ class Configured(Note, frozen=True, kw_only=True):
     config: dict[str, Any]
     """All settings, resolved."""
     digest: str
-    """Of both, as `core.file_digests.text_digest` gives it of their JSON with sorted keys."""
+    """Of both, as `core.file_digests.bytes_digest` gives it of their JSON with sorted keys."""
 
 
 class SettingChanged(Note, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dora_rl.core.errors import IntegrityError, UserError
-from dora_rl.core.file_digests import FileDigest, differences, sampled_digest, text_digest
+from dora_rl.core.file_digests import FileDigest, bytes_digest, differences, sampled_digest
 from dora_rl.core.types import Nanoseconds
 from dora_rl.envs.task_files import code_files, data_code, data_files
 from dora_rl.ledger.notes import AnyNote, CheckpointSaved, Configured, FilesSeen, Noted, SettingChanged, utc
@@ -158,7 +158,7 @@ def setting_changed(key: str, before: Any, after: Any) -> SettingChanged:
 
 def config_digest(base: str, config: dict[str, Any]) -> str:
     """Of a resolved configuration."""
-    return text_digest(json.dumps({"base": base, "config": config}, sort_keys=True).encode())
+    return bytes_digest(json.dumps({"base": base, "config": config}, sort_keys=True).encode())
 
 
 # -- settings ---------------------------------------------------------------------------------------------------

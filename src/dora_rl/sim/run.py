@@ -10,7 +10,7 @@ from dora_rl.core.activities import ActivityLabel, IdleReason
 from dora_rl.core.errors import ConfigError
 from dora_rl.core.events import Event
 from dora_rl.core.interfaces import drive
-from dora_rl.core.time_accounting import Activity, Timeline, named, occupancy
+from dora_rl.core.time_accounting import Activity, Timeline, activity_name, occupancy
 from dora_rl.core.types import SECOND, Nanoseconds, SlotId
 from dora_rl.orchestrator.config import ControlConfig, Deadlines
 from dora_rl.orchestrator.modes import MODES, LayoutKind
@@ -240,7 +240,7 @@ class Meter(SimRuntime):
 def _named(totals: Counter[Activity]) -> Counter[str]:
     result: Counter[str] = Counter()
     for activity, spent in totals.items():
-        result[named(activity.label, "" if activity.cause is None else activity.cause.reason)] += spent
+        result[activity_name(activity.label, "" if activity.cause is None else activity.cause.reason)] += spent
     return result
 
 
@@ -251,7 +251,7 @@ def _shares(totals: Counter[Activity], *, idle_only: bool = False, by_label: boo
         if activity.label is ActivityLabel.IDLE and not by_label:
             assert activity.cause is not None
             cause = activity.cause.reason.value
-            result[cause if idle_only else named(activity.label, cause)] += spent
+            result[cause if idle_only else activity_name(activity.label, cause)] += spent
         elif not idle_only:
             result[activity.label.value] += spent
     return {name: spent / whole for name, spent in result.most_common()}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from dora_rl.core.activities import ActivityLabel, IdleCause, IdleReason
-from dora_rl.core.time_accounting import Activity, TimeAccount, named, occupancy
+from dora_rl.core.time_accounting import Activity, TimeAccount, activity_name, occupancy
 from dora_rl.core.types import SECOND, Nanoseconds, StepId, Version
 from dora_rl.runtime.run_dir import RunDir
 from dora_rl.runtime.supervisor.evaluation import Evaluated
@@ -68,7 +68,7 @@ class MetricsRecorder:
     def spent(self, name: str, message: SlotTime) -> None:
         """A window of a slot's time."""
         for share in message.shares:
-            key = named(share.label, share.cause)
+            key = activity_name(share.label, share.cause)
             self.time[key] += share.spent
             self._step_time[key] += share.spent
         self._window(f"{name}/{message.slot}", message.start, message.end, list(message.shares))

@@ -60,7 +60,7 @@ class RolloutWorker:
         self._events: list[AnyEvent] = []
         self._reported = time.monotonic()
         self._beat = 0.0
-        self._windows = [account.born for account in self._engine.accounts]
+        self._windows = [account.created for account in self._engine.accounts]
 
     def serve(self, messages: list[m.ToWorker]) -> None:
         """Until told to stop, or alone."""
