@@ -231,7 +231,7 @@ RUN: Table = {
         "engine.engine:Engine.__init__", "engine/test_probed_loads.py::test_a_wider_tolerance_can_be_set"
     ),
     "rollout.engine.threads": Row(
-        "runtime.workers.engine_factory:make_engine",
+        "engine.builtin:BuiltinFactory.make",
         "settings/test_instance.py::test_threads_of_an_engine_are_its_own_if_set",
     ),
     "rollout.engine.kernels": Row(
@@ -257,7 +257,7 @@ RUN: Table = {
         "engine.vllm.core:arguments", "settings/test_vllm.py::test_vllm_gets_its_arguments"
     ),
     "rollout.engine.vllm.prove": Row(
-        "runtime.workers.engine_factory:_vllm", "settings/test_vllm.py::test_weights_are_proven_unless_told_otherwise"
+        "engine.vllm.factory:VllmFactory.make", "settings/test_vllm.py::test_weights_are_proven_unless_told_otherwise"
     ),
     "rollout.heartbeat_seconds": Row(
         "runtime.workers.rollout:RolloutWorker.__init__",

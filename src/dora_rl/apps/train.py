@@ -116,11 +116,11 @@ def _discard_unbegun(folder: RunDir) -> None:
 
 def need_engine(config: RunConfig) -> None:
     """Refuse a run whose rollout engine is not installed, before it begins; a cluster's nodes have their own."""
-    from dora_rl.engine.vllm.version_check import require
+    from dora_rl.engine.registry import engine_factory
 
     elsewhere = config.runtime == "ray" and config.ray.address
-    if config.rollout.engine.kind == "vllm" and not elsewhere:
-        require()
+    if not elsewhere:
+        engine_factory(config.rollout.engine.kind).require_installed()
 
 
 def read_config(path: Path, settings: list[str]) -> RunConfig:

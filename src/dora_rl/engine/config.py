@@ -1,37 +1,26 @@
-"""Configuration of a rollout engine."""
+"""Configuration of a rollout engine, and the engines that there are (`engine.registry` says how to add one)."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from dora_rl.core.config import Config
+from dora_rl.core.config import Config, NameOf
+from dora_rl.engine.vllm.config import VllmConfig
 
-
-class VllmConfig(Config):
-    """Where `kind` is "vllm": what only vLLM has. It also goes by slots, max_requests, max_context and kv_bytes."""
-
-    enforce_eager: bool | None = None
-    """Compile nothing; unset: on a CPU, where compiling takes minutes."""
-    tensor_parallel_size: int = Field(default=1, ge=1)
-    """Devices of one instance."""
-    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
-    """Share of a device's memory for weights and KV together; unset: the KV gets kv_bytes."""
-    block_size: int | None = Field(default=None, ge=1)
-    """Tokens in a block of vLLM's cache; unset: 32 on a CPU, elsewhere vLLM's own."""
-    move_kv: bool = True
-    """A request that moves takes its KV along, through a connector; otherwise it is prefilled again."""
-    prove: bool = True
-    """After each load, read the weights back from vLLM and compare them with what was published, bit by bit."""
-    arguments: dict[str, Any] = Field(default_factory=dict)
-    """Any other of vLLM's engine arguments, by its name there."""
+ENGINES: Mapping[str, str] = {
+    "builtin": "dora_rl.engine.builtin:BuiltinFactory",
+    "vllm": "dora_rl.engine.vllm.factory:VllmFactory",
+}
+"""The `EngineFactory` of each kind, as `module:class`: it is imported when an engine of that kind is asked for."""
 
 
 class EngineConfig(Config):
     """One rollout engine."""
 
-    kind: Literal["builtin", "vllm"] = "builtin"
+    kind: Annotated[str, NameOf("engine", ENGINES)] = "builtin"
     """`vllm` needs dora-rl[vllm]; with a LoRA adapter it serves K + 1 versions in one batch."""
 
     slots: int = Field(default=1, ge=1)
@@ -59,4 +48,4 @@ class EngineConfig(Config):
     kernels: Literal["auto", "native", "torch"] = "auto"
     """`native` compiles C++ kernels for this CPU; `torch` runs everywhere; `auto` takes the first that can be had."""
     vllm: VllmConfig = VllmConfig()
-    """Where `kind` is "vllm"."""
+    """Read if `kind` is "vllm"."""

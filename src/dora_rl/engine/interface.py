@@ -1,14 +1,16 @@
-"""The engine port: what an instance asks of a rollout engine, whichever it is.
+"""What a rollout worker asks of an engine, whatever its kind.
 
     submit, load, unload, abort, extend, end, export, import_      between steps
-    step()                                                         compute, and say what came of it
+    step()                                                         computes, and returns what there is to report
 
-Whoever stands behind it keeps these promises:
+Every engine keeps these invariants:
 - all tokens of a request come from the version in its slot (mode `partial` apart), and every report carries that
   version, and its fingerprint where the request ends;
 - tokens are reported once, in order, and before the event that follows from them;
-- a request that can't be served raises a `RequestError`, and no other notices;
+- a request that can't be served raises a `RequestError` and disturbs no other request;
 - every moment of an account has one label, so its totals add up.
+
+`RolloutEngine` is three smaller interfaces (slots, requests, migration) and what concerns the engine as a whole.
 """
 
 from __future__ import annotations
@@ -26,102 +28,106 @@ from dora_rl.engine.requests import Request, StepOutput
 from dora_rl.engine.stats import Stats
 
 
-class RolloutEngine(Protocol):
-    """One rollout engine. Not thread-safe: one thread calls it."""
+class SlotControl(Protocol):
+    """Versions in slots."""
 
-    # What it is.
-
-    @property
-    def kernels(self) -> str:
-        """What computes, for people."""
+    def serving(self, slot: int) -> Version | None:
+        """Return the version that a slot serves, or None."""
         ...
 
-    @property
-    def stats(self) -> Stats:
-        """What it has done so far."""
+    def load(self, slot: int, version: Version, *, in_flight: bool = False) -> None:
+        """Begin to load a version, with `in_flight` under running requests; a later step reports how it went."""
         ...
 
-    @property
-    def accounts(self) -> Sequence[TimeAccount]:
-        """Where its time went: one account for each batch that it decodes."""
+    def unload(self, slot: int) -> None:
+        """Stop serving from a slot that has no requests, and release its weights."""
         ...
 
-    @property
-    def running(self) -> int:
-        """Requests that a step would go on with."""
+    def note_idle(self, slot: int, cause: IdleCause) -> None:
+        """Account the idle time of a slot to this cause until the slot has work."""
+        ...
+
+
+class RequestControl(Protocol):
+    """Requests that run, wait, or are parked between two turns."""
+
+    def submit(self, request: Request, slot: int) -> None:
+        """Accept a request, or refuse it with a `RequestError`."""
+        ...
+
+    def has(self, trajectory: TrajectoryId, attempt: Attempt) -> bool:
+        """Return whether this attempt is here, running, waiting or parked."""
+        ...
+
+    def abort(self, trajectory: TrajectoryId, attempt: Attempt) -> bool:
+        """Forget this attempt, and return whether it was here."""
+        ...
+
+    def extend(self, trajectory: TrajectoryId, attempt: Attempt, tokens: Iterable[int]) -> None:
+        """Append the environment's tokens to a parked request and resume it."""
+        ...
+
+    def end(self, trajectory: TrajectoryId, attempt: Attempt) -> None:
+        """Report a parked request as generated: its last turn is over."""
+        ...
+
+
+class KvMigration(Protocol):
+    """Requests that leave for another engine of the same kind, or arrive from one."""
+
+    def export(self, trajectories: Iterable[TrajectoryId], *, shared: bool = True) -> KvBundle:
+        """Remove requests and return them as a bundle, in shared memory or not; this engine reports their tokens."""
+        ...
+
+    def import_(self, bundle: KvBundle, slot: int) -> tuple[tuple[TrajectoryId, ...], tuple[BundleError, ...]]:
+        """Resume the requests of a bundle; return those that arrived, and an error for each of the others."""
+        ...
+
+
+class RolloutEngine(SlotControl, RequestControl, KvMigration, Protocol):
+    """One rollout engine. It is not thread-safe: one thread calls it."""
+
+    def step(self) -> StepOutput:
+        """Compute once, for all slots, and return what there is to report."""
+        ...
+
+    def drain(self) -> StepOutput:
+        """Return what there is to report without computing."""
         ...
 
     @property
     def busy(self) -> bool:
-        """There is something to do in a step."""
+        """Whether a step has something to do."""
+        ...
+
+    @property
+    def running(self) -> int:
+        """Number of requests that the next step would advance."""
         ...
 
     def spec(self) -> InstanceSpec:
-        """What this instance can do."""
+        """Return the capacity of this instance: slots, requests and KV tokens."""
         ...
 
     def progress(self) -> Progress:
-        """Heartbeat: load, and how far each request is."""
+        """Return the heartbeat: KV in use and the length of each response."""
         ...
 
-    # Slots.
-
-    def serving(self, slot: int) -> Version | None:
-        """The version in a slot."""
+    @property
+    def kernels(self) -> str:
+        """Name of what computes, for the log and the report."""
         ...
 
-    def load(self, slot: int, version: Version, *, in_flight: bool = False) -> None:
-        """Begin to load a version; a later step says `SlotLoaded` or `SlotLoadFailed`."""
+    @property
+    def stats(self) -> Stats:
+        """Counters since the engine began."""
         ...
 
-    def unload(self, slot: int) -> None:
-        """The slot serves nothing from now on and lets go of its weights."""
-        ...
-
-    def note_idle(self, slot: int, cause: IdleCause) -> None:
-        """Why a slot has nothing to do; holds until it has."""
+    @property
+    def accounts(self) -> Sequence[TimeAccount]:
+        """Where the time went: one account for each batch that the engine decodes."""
         ...
 
     def set_threads(self, threads: int) -> None:
-        """Compute with so many threads from the next step on, where that can be changed."""
-        ...
-
-    # Requests.
-
-    def submit(self, request: Request, slot: int) -> None:
-        """Take a request in, or refuse it with a typed error."""
-        ...
-
-    def has(self, trajectory: TrajectoryId, attempt: Attempt) -> bool:
-        """This attempt is here, running, waiting or parked."""
-        ...
-
-    def abort(self, trajectory: TrajectoryId, attempt: Attempt) -> bool:
-        """Forget this attempt, should it be here."""
-        ...
-
-    def extend(self, trajectory: TrajectoryId, attempt: Attempt, tokens: Iterable[int]) -> None:
-        """A parked request goes on after what its environment said."""
-        ...
-
-    def end(self, trajectory: TrajectoryId, attempt: Attempt) -> None:
-        """A parked request has had its last turn; it is reported as generated."""
-        ...
-
-    def export(self, trajectories: Iterable[TrajectoryId], *, shared: bool = True) -> KvBundle:
-        """Requests leave in a bundle, in shared memory or not. What they sampled so far is reported here first."""
-        ...
-
-    def import_(self, bundle: KvBundle, slot: int) -> tuple[tuple[TrajectoryId, ...], tuple[BundleError, ...]]:
-        """Requests of a bundle go on here: who arrived, and what was wrong with the rest."""
-        ...
-
-    # One step.
-
-    def step(self) -> StepOutput:
-        """Compute once, and give what there is to report."""
-        ...
-
-    def drain(self) -> StepOutput:
-        """What is waiting to be reported."""
+        """Compute with this many threads from the next step on; without effect where their number is fixed."""
         ...

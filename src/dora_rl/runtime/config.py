@@ -8,6 +8,7 @@ from pydantic import Field, FiniteFloat, field_validator, model_validator
 
 from dora_rl.core.config import Config
 from dora_rl.engine.config import EngineConfig
+from dora_rl.engine.registry import EngineRun, engine_factory
 from dora_rl.engine.requests import Sampling
 from dora_rl.envs.config import DataConfig, EnvironmentConfig, RewardConfig
 from dora_rl.models.loading import ModelConfig
@@ -158,20 +159,22 @@ class RunConfig(Config):
             raise ValueError("'trainer.temperature' follows 'sampling.temperature'; leave it out")
         if not self.reward.functions and self.environment.kind is None:
             raise ValueError("'reward.functions' is empty: name what a response is worth, for instance [\"exact\"]")
-        if self.rollout.engine.kind == "vllm" and self.control.mode_spec.mixes_versions:
-            raise ValueError(
-                f"'control.mode' can't be '{self.control.mode}' with vLLM, which would change weights under old KV"
-            )
-        lora = self.trainer.lora
-        if self.rollout.engine.kind == "vllm" and lora is not None and not isinstance(lora.targets, str):
-            embeddings = [target for target in lora.targets if target.rpartition(".")[2] in ("embed_tokens", "wte")]
-            if embeddings:
-                raise ValueError(
-                    f"'trainer.lora.targets': vLLM serves no adapter of embeddings; leave out {embeddings[0]}"
-                )
+        engine_factory(self.rollout.engine.kind).check_run(self.engine_run())
         if self.runtime == "ray" and self.ray.shared_folder and self.weights == "memory":
             raise ValueError("'weights' must be 'disk' with 'ray.shared_folder': no other node sees this one's memory")
         return self
+
+    def engine_run(self) -> EngineRun:
+        """The settings that a rollout engine may depend on."""
+        return EngineRun(
+            model=self.model,
+            engine=self.rollout.engine,
+            lora=self.trainer.lora,
+            mode=self.control.mode,
+            mixes_versions=self.control.mode_spec.mixes_versions,
+            max_versions=self.control.staleness + 1,
+            seed=self.seed,
+        )
 
     def request_sampling(self, stop_ids: tuple[int, ...], *, temperature: float | None = None) -> Sampling:
         """The engine's view of it."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from dora_rl.core.types import TrajectoryId
 
 if TYPE_CHECKING:
-    from dora_rl.engine.interface import RolloutEngine
+    from dora_rl.engine.interface import KvMigration
     from dora_rl.engine.kv_transfer.format import KvBundle
     from dora_rl.runtime.config import RunConfig
     from dora_rl.runtime.transport.messages import StartWorker
@@ -31,7 +31,7 @@ class DataPlane(Protocol):
         """The published versions."""
         ...
 
-    def export(self, engine: RolloutEngine, trajectories: Iterable[TrajectoryId]) -> str:
+    def export(self, engine: KvMigration, trajectories: Iterable[TrajectoryId]) -> str:
         """Requests leave the engine, to be fetched under this name."""
         ...
 
@@ -50,7 +50,7 @@ class LocalDataPlane:
 
         return RunDir.open(start.folder).store(config)
 
-    def export(self, engine: RolloutEngine, trajectories: Iterable[TrajectoryId]) -> str:
+    def export(self, engine: KvMigration, trajectories: Iterable[TrajectoryId]) -> str:
         return engine.export(trajectories).name
 
     def fetch(self, name: str) -> KvBundle:

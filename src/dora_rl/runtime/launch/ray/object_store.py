@@ -24,7 +24,7 @@ from dora_rl.core.types import TrajectoryId, Version
 
 if TYPE_CHECKING:
     # Only for types: a judge need not wait for torch.
-    from dora_rl.engine.interface import RolloutEngine
+    from dora_rl.engine.interface import KvMigration
     from dora_rl.engine.kv_transfer.format import KvBundle
     from dora_rl.runtime.config import RunConfig
     from dora_rl.runtime.transport.messages import StartWorker
@@ -94,7 +94,7 @@ class RayDataPlane:
         except ray.exceptions.RayError as error:
             raise StoreError(f"version {version} did not come: {error}") from error
 
-    def export(self, engine: RolloutEngine, trajectories: Iterable[TrajectoryId]) -> str:
+    def export(self, engine: KvMigration, trajectories: Iterable[TrajectoryId]) -> str:
         """Requests leave as bytes, with digests over their KV."""
         name = f"bundle-{uuid4().hex}"
         data = np.frombuffer(engine.export(trajectories, shared=False).to_bytes(), dtype=np.uint8)
