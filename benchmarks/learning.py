@@ -1,13 +1,16 @@
 """Does asynchrony cost learning? Held-out accuracy against steps and against seconds, for every mode and five seeds.
 
-Twice: on the quickstart, where rewards are there at once and the trainer is what a run waits for, and on the same task
-with a verifier that takes its time. Writes the raw curves to `results/learning.json` and the plots to `docs/`, and
-prints the tables.
+    python -m benchmarks.learning [--seeds 5] [--steps 60]
+    python -m benchmarks.learning --plots     # draw the plots again from results/learning.json
+
+There are two jobs: the quickstart, where rewards come at once and runs wait for the trainer, and the same task with a
+slow verifier. The raw curves go to `results/learning.json` and the plots to `docs/`; the tables are printed.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -16,8 +19,9 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from benchmarks.curves import Band, draw
-from benchmarks.report import Target, at_least, publish
+from benchmarks import plots
+from benchmarks.plots import Band
+from benchmarks.report import RESULTS, Target, at_least, publish
 from benchmarks.running import Figures, run
 
 ROOT = Path(__file__).parent.parent
@@ -32,13 +36,13 @@ MODES: dict[str, dict[str, object]] = {
 
 
 class Job(NamedTuple):
-    """A task and the modes that learn it."""
+    """A task and the modes that are compared on it."""
 
     config: Path
     modes: tuple[str, ...]
     plot: Path
     sooner: float
-    """Seconds of sync over those of dora K=3, at least."""
+    """The aim: `sync` takes at least this many times the seconds of `dora K=3`."""
 
 
 JOBS = {
@@ -52,6 +56,9 @@ JOBS = {
         1.5,
     ),
 }
+Evaluations = list[tuple[int, float, float]]
+"""Version, seconds and accuracy of each evaluation of one run."""
+_CURVES = "evaluations (version, seconds, accuracy)"
 _console = Console()
 
 
@@ -59,16 +66,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--plots", action="store_true", help="draw the plots from the recorded curves and stop")
     arguments = parser.parse_args()
+    if arguments.plots:
+        recorded = json.loads((RESULTS / "learning.json").read_text())[_CURVES]
+        for name, job in JOBS.items():
+            _draw(job, recorded[name])
+        return
     targets: list[Target] = []
     curves: dict[str, Any] = {}
     for name, job in JOBS.items():
         found = _learned(name, job, arguments.seeds, arguments.steps)
-        draw(job.plot, {mode: _bands(some) for mode, some in found.items()})
         curves[name] = {mode: [one.evaluations for one in some] for mode, some in found.items()}
+        _draw(job, curves[name])
         targets += _targets(name, job, found)
         _console.print(_table(found))
-    publish("learning", targets, {"steps": arguments.steps, "evaluations (version, seconds, accuracy)": curves})
+    publish("learning", targets, {"steps": arguments.steps, _CURVES: curves})
 
 
 def _learned(name: str, job: Job, seeds: int, steps: int) -> dict[str, list[Figures]]:
@@ -91,7 +104,7 @@ def _learned(name: str, job: Job, seeds: int, steps: int) -> dict[str, list[Figu
 
 
 def _targets(name: str, job: Job, found: dict[str, list[Figures]]) -> list[Target]:
-    """What was expected: no loss at equal steps, ahead at equal time."""
+    """What is expected: no loss at equal steps, and a lead at equal time."""
     final = {mode: [one.evaluations[-1][2] for one in some] for mode, some in found.items()}
     noise = _half_width(final["sync"]) + _half_width(final["dora K=3"])
     difference = statistics.mean(final["dora K=3"]) - statistics.mean(final["sync"])
@@ -106,14 +119,19 @@ def _targets(name: str, job: Job, found: dict[str, list[Figures]]) -> list[Targe
 
 
 def _half_width(values: Sequence[float]) -> float:
-    """Of a 95% interval of the mean, by Student's t."""
+    """Half the width of a 95% interval of the mean, by Student's t."""
     t = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}.get(len(values), 2.2)
     return t * statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
 
 
-def _bands(some: list[Figures]) -> tuple[Band, Band]:
+def _draw(job: Job, curves: dict[str, list[Evaluations]]) -> None:
+    title = "held-out accuracy, mean and 95% interval over the seeds"
+    plots.curves(job.plot, title, {mode: _bands(runs) for mode, runs in curves.items()})
+
+
+def _bands(runs: list[Evaluations]) -> tuple[Band, Band]:
     """Mean and 95% band over the seeds: against steps, and against the seeds' mean seconds."""
-    columns = list(zip(*[one.evaluations for one in some], strict=True))
+    columns = list(zip(*runs, strict=True))
     means = [statistics.mean(point[2] for point in column) for column in columns]
     widths = [_half_width([point[2] for point in column]) for column in columns]
     steps = [float(column[0][0]) for column in columns]

@@ -12,8 +12,8 @@ from typing import Any
 
 from benchmarks import plots
 from benchmarks.compare import BY_ACCURACY, NOISE
-from benchmarks.curves import Band, draw
 from benchmarks.machine import IDLE
+from benchmarks.plots import Band, Spread
 from benchmarks.report import RESULTS
 from benchmarks.tables import prose, ratio_table, shares, span, table, target_table
 
@@ -154,7 +154,8 @@ def _training_plot(content: Content) -> None:
             by_step = Band([column[0][0] for column in points], y, half)
             by_second = Band([statistics.mean(p[1] for p in column) for column in points], y, half)
             curves[label] = (by_step, by_second)
-        draw(DOCS / f"benchmarks-{name}.svg", curves, "held-out accuracy, mean and range over repeats")
+        title = "held-out accuracy, mean and range over the repeats"
+        plots.curves(DOCS / f"benchmarks-{name}.svg", title, curves)
 
 
 def _tails(content: Content) -> str:
@@ -167,14 +168,14 @@ def _tails(content: Content) -> str:
                 trajectory's time over K + 1.
             """)
     ]
-    groups: dict[str, dict[str, tuple[float, float, float]]] = {}
+    groups: dict[str, dict[str, Spread]] = {}
     for tail, found in content["tails"].items():
         rows = []
         groups[tail] = {}
         for variant in found["repeats"][0]:
             some = [one[variant] for one in found["repeats"]]
             rates = [one["tokens"] / one["seconds"] for one in some]
-            groups[tail][variant] = (statistics.median(rates), min(rates), max(rates))
+            groups[tail][variant] = Spread(statistics.median(rates), min(rates), max(rates))
             steps = [one["seconds"] / one["steps"] for one in some]
             over = [step / one["lower_bound"] for step, one in zip(steps, some, strict=True) if one["lower_bound"]]
             rows.append(
@@ -201,7 +202,7 @@ def _tails(content: Content) -> str:
                 over all ratios, are {content["noise"]:.0%}: by so much the spread of a ratio is wider than its repeats.
             """)
         )
-    plots.bars(DOCS / "benchmarks-tails.svg", "trained tokens/s by tail and mode", groups)
+    plots.bars(DOCS / "benchmarks-tails.svg", "trained tokens/s by tail of the lengths and by mode", groups)
     return "\n\n".join([*parts, "![tokens/s by mode and tail](benchmarks-tails.svg)"])
 
 
@@ -231,7 +232,7 @@ def _reality(content: Content) -> str:
     series: dict[str, list[tuple[float, float]]] = {}
     for cell in content["cells"]:
         series.setdefault(cell["tail"], []).append((cell["tokens/s"], cell["predicted"]))
-    plots.against(DOCS / "benchmarks-reality.svg", "trained tokens/s, predicted against found", series, 0.15)
+    plots.predictions(DOCS / "benchmarks-reality.svg", "trained tokens/s, predicted and measured", series, 0.15)
     roles = content["details"]["processor seconds by role in a short run"]
     costs = ", ".join(f"{name} {_seconds(name, value)}" for name, value in content["costs"].items())
     columns = ["tail", "mode", "tokens/s", "predicted", "error", "occupancy", "predicted", "trainer s", "predicted"]
@@ -283,7 +284,7 @@ def _scale(content: Content) -> str:
         for one in content["series"]
     ]
     series = {f"{one['what']} over {one['along']}": (one["values"], one["costs"]) for one in content["series"]}
-    plots.growth(DOCS / "benchmarks-scale.svg", "cost over growth, both relative to the first", series)
+    plots.growth(DOCS / "benchmarks-scale.svg", "how costs grow with size", series)
     return "\n\n".join(
         [
             prose("""

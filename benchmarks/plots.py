@@ -1,117 +1,198 @@
-"""Bars, predictions against findings, and growth on logarithmic axes, as SVG pictures without a library."""
+"""Plots of the docs as SVG files: bars, learning curves, predictions against measurements, and growth of costs.
+
+The same figures give the same bytes, so that a plot changes in the repository only when its figures do: element ids are
+salted with a constant and no date or version is written. Text stays text, so it can be searched and scales with the
+page. Colours are those of Okabe and Ito, which colour-blind readers can tell apart; series of points and lines differ
+in their marker and line style too.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import cycle
 from pathlib import Path
+from typing import Any, NamedTuple
 
-COLOURS = ("#4c566a", "#d08770", "#a3be8c", "#88c0d0", "#5e81ac", "#b48ead", "#bf616a", "#ebcb8b")
-_WIDTH, _HEIGHT, _LEFT, _TOP = 640, 280, 70, 30
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+
+COLOURS = ("#4d4d4d", "#e69f00", "#56b4e9", "#009e73", "#0072b2", "#d55e00", "#cc79a7", "#f0e442")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+_LINES = ("-", "--", "-.", ":")
+_STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "dora-rl",
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial", "sans-serif"],
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#888888",
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "grid.color": "#e4e4e4",
+    "xtick.color": "#444444",
+    "ytick.color": "#444444",
+    "legend.frameon": False,
+    "legend.fontsize": 9.5,
+    "figure.constrained_layout.use": True,
+    "figure.constrained_layout.w_pad": 0.08,
+    "figure.constrained_layout.h_pad": 0.06,
+}
+_WIDTH = 8.5
+"""Inches: at this width the text of a plot is as large as the text of a README beside it."""
 
 
-def bars(path: Path, title: str, groups: dict[str, dict[str, tuple[float, float, float]]]) -> None:
-    """Groups of bars with their spread: (middle, lowest, highest) by name."""
-    most = max((high for group in groups.values() for _, _, high in group.values()), default=1.0) or 1.0
+class Spread(NamedTuple):
+    """The median of repeats, and their lowest and highest value."""
+
+    median: float
+    low: float
+    high: float
+
+
+class Band(NamedTuple):
+    """A curve and half the width of its band at each point."""
+
+    x: list[float]
+    y: list[float]
+    half: list[float]
+
+
+def bars(path: Path, title: str, groups: dict[str, dict[str, Spread]]) -> None:
+    """Groups of bars by name, each with a whisker from its lowest to its highest repeat."""
     names = list(dict.fromkeys(name for group in groups.values() for name in group))
-    wide = _WIDTH / max(1, len(groups))
-    each = wide * 0.85 / max(1, len(names))
-    parts = _frame(title) + _rows([most * tick / 4 for tick in range(5)], most)
-    for number, (label, group) in enumerate(groups.items()):
-        left = number * wide + wide * 0.075
-        parts.append(_text(left + wide * 0.425, _HEIGHT + 16, label))
-        for place, name in enumerate(names):
-            if name not in group:
-                continue
-            middle, low, high = (_HEIGHT * (1 - value / most) for value in group[name])
-            x = left + place * each
-            parts.append(
-                f'<rect x="{x:.1f}" y="{middle:.1f}" width="{each * 0.9:.1f}" height="{_HEIGHT - middle:.1f}" '
-                f'fill="{COLOURS[place % len(COLOURS)]}"/>'
+    width = 0.85 / max(1, len(names))
+    with _figure(path, 4.2) as figure:
+        axes = _axes(figure, title)
+        for number, name in enumerate(names):
+            present = [(place, group[name]) for place, group in enumerate(groups.values()) if name in group]
+            medians = [spread.median for _, spread in present]
+            whiskers = (
+                [spread.median - spread.low for _, spread in present],
+                [spread.high - spread.median for _, spread in present],
             )
-            at = x + each * 0.45
-            parts.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{low:.1f}" y2="{high:.1f}" stroke="black"/>')
-    _save(path, parts + _legend(names))
+            axes.bar(
+                [place + (number - (len(names) - 1) / 2) * width for place, _ in present],
+                medians,
+                width=0.9 * width,
+                yerr=whiskers,
+                color=COLOURS[number % len(COLOURS)],
+                error_kw={"linewidth": 1.0, "capsize": 2.5, "ecolor": "#222222"},
+                label=name,
+            )
+        axes.set_xticks(range(len(groups)), list(groups))
+        axes.tick_params(axis="x", length=0)
+        axes.yaxis.set_major_formatter(FuncFormatter(_thousands))
+        figure.legend(loc="outside lower center", ncols=min(4, len(names)))
 
 
-def against(path: Path, title: str, series: dict[str, list[tuple[float, float]]], aim: float) -> None:
-    """Points (found, predicted) around the line on which they are equal, with the aim as a band."""
+def curves(path: Path, title: str, series: dict[str, tuple[Band, Band]]) -> None:
+    """Accuracy with its band, against steps on the left and against seconds on the right."""
+    with _figure(path, 4.4) as figure:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+        both = figure.subplots(1, 2, sharey=True)
+        for panel, (axes, label) in enumerate(zip(both, ("steps", "seconds"), strict=True)):
+            styles = zip(COLOURS, cycle(_MARKERS), cycle(_LINES), strict=False)
+            for (name, bands), (colour, marker, line) in zip(series.items(), styles, strict=False):
+                band = bands[panel]
+                low = [max(0.0, y - half) for y, half in zip(band.y, band.half, strict=True)]
+                high = [min(1.0, y + half) for y, half in zip(band.y, band.half, strict=True)]
+                axes.fill_between(band.x, low, high, color=colour, alpha=0.13, linewidth=0)
+                style: dict[str, Any] = {"color": colour, "marker": marker, "linestyle": line}
+                axes.plot(band.x, band.y, **style, markersize=4, clip_on=False, label=_once(name, panel))
+            axes.set_xlabel(label)
+            axes.set_xlim(left=0)
+            axes.set_ylim(*_limits([band for bands in series.values() for band in bands]))
+            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        both[0].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        figure.legend(loc="outside lower center", ncols=min(3, len(series)))
+
+
+def predictions(path: Path, title: str, series: dict[str, list[tuple[float, float]]], aim: float) -> None:
+    """Points (measured, predicted) around the line on which both are equal, with the aim as a band."""
     values = [value for points in series.values() for point in points for value in point] or [1.0]
-    most = 1.1 * max(values)
-
-    def place(x: float, y: float) -> str:
-        return f"{x / most * _WIDTH:.1f},{_HEIGHT * (1 - min(1.0, y / most)):.1f}"
-
-    parts = _frame(title) + _rows([most * tick / 4 for tick in range(5)], most)
-    band = [place(0, 0), place(most / (1 + aim), most), place(most, most), place(most, most * (1 - aim))]
-    parts.append(f'<polygon points="{" ".join(band)}" fill="#88c0d0" opacity="0.2"/>')
-    parts.append(f'<polyline points="{place(0, 0)} {place(most, most)}" stroke="#999" fill="none"/>')
-    parts.append(_text(_WIDTH / 2, _HEIGHT + 16, f"found, 0 to {most:,.0f}; upwards: predicted"))
-    for number, points in enumerate(series.values()):
-        for x, y in points:
-            cx, _, cy = place(x, y).partition(",")
-            parts.append(f'<circle cx="{cx}" cy="{cy}" r="4" fill="{COLOURS[number]}"/>')
-    _save(path, parts + _legend(list(series)))
+    low, high = 0.9 * min(values), 1.05 * max(values)
+    with _figure(path, 4.4) as figure:
+        axes = _axes(figure, title)
+        axes.grid(visible=True, axis="both")
+        ends = [low, high]
+        axes.fill_between(
+            ends,
+            [(1 - aim) * end for end in ends],
+            [(1 + aim) * end for end in ends],
+            color="#56b4e9",
+            alpha=0.18,
+            linewidth=0,
+            label=f"within {aim:.0%}",
+        )
+        axes.plot(ends, ends, color="#888888", linewidth=1)
+        for (name, points), colour, marker in zip(series.items(), COLOURS[4:] + COLOURS[:4], _MARKERS, strict=False):
+            measured, predicted = zip(*points, strict=True)
+            axes.scatter(measured, predicted, color=colour, marker=marker, s=32, label=name)
+        axes.set_xlim(low, high)
+        axes.set_ylim(low, high)
+        axes.set_xlabel("measured")
+        axes.set_ylabel("predicted")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(FuncFormatter(_thousands))
+        figure.legend(loc="outside right upper")
 
 
 def growth(path: Path, title: str, series: dict[str, tuple[list[float], list[float]]]) -> None:
     """Costs relative to the first one, both axes logarithmic."""
-    along = [x / xs[0] for xs, _ in series.values() for x in xs]
-    costs = [y / ys[0] for _, ys in series.values() for y in ys]
-    wide, high = math.log2(max(along)), max(1.0, math.log2(max(costs)))
-    low = min(0.0, math.log2(min(costs)))
-
-    def place(x: float, y: float) -> str:
-        return f"{math.log2(x) / wide * _WIDTH:.1f},{_HEIGHT * (1 - (math.log2(y) - low) / (high - low)):.1f}"
-
-    parts = _frame(title)
-    for power in range(math.ceil(low), math.floor(high) + 1):
-        y = float(place(1, 2.0**power).partition(",")[2])
-        parts.append(f'<line x1="0" x2="{_WIDTH}" y1="{y}" y2="{y}" stroke="#eee"/>')
-        parts.append(_text(-6, y + 4, f"{2.0**power:g}", "end"))
-    for power in range(0, math.floor(wide) + 1, 2):
-        parts.append(_text(power / wide * _WIDTH, _HEIGHT + 16, f"{2**power}"))
-    for number, (xs, ys) in enumerate(series.values()):
-        points = " ".join(place(x / xs[0], y / ys[0]) for x, y in zip(xs, ys, strict=True))
-        colour = COLOURS[number % len(COLOURS)]
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
-    _save(path, parts + _legend(list(series), columns=1))
+    with _figure(path, 5.0) as figure:
+        axes = _axes(figure, title)
+        axes.grid(visible=True, axis="both")
+        styles = zip(COLOURS, cycle(_MARKERS), cycle(_LINES), strict=False)
+        for (name, (xs, ys)), (colour, marker, line) in zip(series.items(), styles, strict=False):
+            along, costs = [x / xs[0] for x in xs], [y / ys[0] for y in ys]
+            axes.plot(along, costs, color=colour, marker=marker, linestyle=line, markersize=4, label=name)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.set_xlabel("size, times the smallest")
+        axes.set_ylabel("cost, times that of the smallest")
+        figure.legend(loc="outside lower center", ncols=2)
 
 
-def _frame(title: str) -> list[str]:
-    return [
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="none" stroke="#999"/>',
-        f'<text x="0" y="-10">{title}</text>',
-    ]
+@contextmanager
+def _figure(path: Path, height: float) -> Iterator[Figure]:
+    """A figure that is written to the path when the block ends."""
+    with rc_context(_STYLE):
+        figure = Figure(figsize=(_WIDTH, height), facecolor="white")
+        yield figure
+        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
+    # Its writer leaves spaces at the end of lines.
+    path.write_text("".join(f"{line.rstrip()}\n" for line in path.read_text(encoding="utf-8").splitlines()))
 
 
-def _rows(values: list[float], most: float) -> list[str]:
-    """Lines across, with their values."""
-    parts = []
-    for value in values:
-        y = _HEIGHT * (1 - value / most)
-        parts.append(f'<line x1="0" x2="{_WIDTH}" y1="{y:.1f}" y2="{y:.1f}" stroke="#eee"/>')
-        parts.append(_text(-6, y + 4, f"{value:,.0f}" if most >= 8 else f"{value:.2g}", "end"))
-    return parts
+def _axes(figure: Figure, title: str) -> Axes:
+    axes = figure.add_subplot()
+    axes.set_title(title)
+    return axes
 
 
-def _text(x: float, y: float, text: str, anchor: str = "middle") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{text}</text>'
+def _limits(bands: list[Band]) -> tuple[float, float]:
+    """Whole tenths around all bands, and at least 30 points, so that noise does not look like learning."""
+    low = min(y - half for band in bands for y, half in zip(band.y, band.half, strict=True))
+    high = max(y + half for band in bands for y, half in zip(band.y, band.half, strict=True))
+    bottom = max(0.0, math.floor(10 * low) / 10)
+    return bottom, max(min(1.0, math.ceil(10 * high) / 10), bottom + 0.3)
 
 
-def _legend(names: list[str], columns: int = 4) -> list[str]:
-    parts = []
-    for number, name in enumerate(names):
-        x, y = number % columns * 165, _HEIGHT + 40 + number // columns * 18
-        colour = COLOURS[number % len(COLOURS)]
-        parts.append(f'<rect x="{x}" y="{y - 9}" width="14" height="10" fill="{colour}"/>')
-        parts.append(_text(x + 20, y, name, "start"))
-    return parts
+def _once(name: str, panel: int) -> str:
+    """The name in the first panel only: a name with an underscore stays out of the legend."""
+    return name if panel == 0 else f"_{name}"
 
 
-def _save(path: Path, parts: list[str]) -> None:
-    rows = max([_HEIGHT, *(float(part.split('y="')[1].split('"')[0]) for part in parts if part.startswith("<text"))])
-    width, height = _WIDTH + _LEFT + 30, rows + _TOP + 20
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height:.0f}" font-family="sans-serif" '
-    head += f'font-size="12"><rect width="{width}" height="{height:.0f}" fill="white"/>'
-    body = [head, f'<g transform="translate({_LEFT},{_TOP})">', *parts, "</g>", "</svg>"]
-    path.write_text("\n".join(body) + "\n")
+def _thousands(value: float, _: int | None = None) -> str:
+    return f"{value:,.0f}"
