@@ -1,11 +1,11 @@
-"""Side by side with what a user would pick instead, by one command.
+"""One command that compares the package with its alternatives, part by part.
 
     python -m benchmarks.bench [--quick] [--only training,tails,...]
-    python -m benchmarks.bench --compare OLD NEW     # two folders of results: which ratios lie outside
+    python -m benchmarks.bench --compare OLD NEW     # two folders of results: which ratios changed
 
-Every part is a process of its own with a time limit; one that fails is reported and the rest goes on. Raw figures go to
-`results/`, and `benchmarks.page` writes `docs/benchmarks.md` from them alone. Older benchmarks that take long are run
-only if their results are not of the day of the last commit, and never in a quick run.
+Every part runs in a separate process with a time limit; if one fails, the failure is reported and the others continue.
+Raw figures go to `results/`, and `benchmarks.page` writes `docs/benchmarks.md` from them alone. Long parts are skipped
+if their results are from the day of the last commit, and always in a quick run.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from benchmarks.report import RESULTS
 ROOT = Path(__file__).parent.parent
 console = Console()
 SETTLE = 150.0
-"""Seconds in which the load, a mean over a minute, falls by nine tenths."""
+"""Seconds in which the load average of one minute falls by nine tenths."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One part."""
+    """One part of the benchmark."""
 
     name: str
-    """Of its module and its results."""
+    """Name of its module and of its results file."""
     seconds: tuple[float, float]
-    """That it takes on two cores, quick and full; for the time left."""
+    """Expected seconds on two cores, quick and full, for the estimate of the time left."""
     kept: bool = False
-    """Its results are kept if they are of the day of the last commit; it is not part of a quick run."""
+    """Whether results from the day of the last commit are kept; such a part never runs in a quick run."""
 
     def limit(self, *, quick: bool) -> float:
-        """Seconds after which it is given up."""
+        """Seconds after which the part is stopped."""
         return 300 + 6 * self.seconds[not quick]
 
 
@@ -70,7 +70,7 @@ Status = Literal["ok", "kept", "failed", "not run"]
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What became of a part."""
+    """The outcome of a part."""
 
     name: str
     status: Status
@@ -78,13 +78,13 @@ class Outcome:
     reason: str = ""
     when: str = ""
     commit: str = ""
-    """Of the code that was measured; of its results, where they are kept."""
+    """Commit of the measured code, or of the results if they are kept."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="shorter, in under ten minutes on two cores")
-    parser.add_argument("--only", default="", help="these parts; others keep what they had")
+    parser.add_argument("--quick", action="store_true", help="fewer steps and repeats: under ten minutes on two cores")
+    parser.add_argument("--only", default="", help="run these parts only; the others keep their results")
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("OLD", "NEW"), help="folders of results")
     for peer in ("trl", "vllm", "llama"):
         parser.add_argument(f"--{peer}", type=Path, help=f"a Python that has {peer}; .venv-{peer} by default")
@@ -94,13 +94,13 @@ def main() -> None:
     for peer in ("trl", "vllm", "llama"):
         if getattr(given, peer):
             os.environ[f"{peer.upper()}_PYTHON"] = str(getattr(given, peer).absolute())
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the part under way is ended too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the running part is ended too
     chosen = [part for part in PARTS if not given.only or part.name in given.only.split(",")]
     run(chosen, quick=given.quick, everything=not given.only)
 
 
 def run(parts: list[Part], *, quick: bool, everything: bool) -> None:
-    """All parts, one after the other, and the page."""
+    """Run the parts one after the other and write the page."""
     RESULTS.mkdir(exist_ok=True)
     known = {} if everything else _known()
     about = describe() | {"load at the start": _settled(), "quick": quick, "started": _now()}
@@ -128,7 +128,7 @@ def run(parts: list[Part], *, quick: bool, everything: bool) -> None:
 
 
 def _settled() -> float:
-    """The machine's load, once what was computed before has faded from it; others who compute are not waited for."""
+    """Wait until the load of earlier work has decayed and return the load; other programs are not waited for."""
     end = time.monotonic() + SETTLE
     while (load := os.getloadavg()[0]) > IDLE and time.monotonic() < end:
         console.print(f"waiting for the machine to be idle: its load is {load:.1f}", highlight=False)
@@ -137,10 +137,10 @@ def _settled() -> float:
 
 
 class Left:
-    """Seconds left: of this part by its own pace, of the others by what they usually take."""
+    """Estimates the seconds left: for the current part by its progress, for the others by their expected time."""
 
     def __init__(self, parts: list[Part], *, quick: bool) -> None:
-        self._usual = {part.name: 0.0 if _keeps(part, quick=quick) else part.seconds[not quick] for part in parts}
+        self._expected = {part.name: 0.0 if _keeps(part, quick=quick) else part.seconds[not quick] for part in parts}
         self._begin = self._part = time.monotonic()
 
     @property
@@ -148,13 +148,13 @@ class Left:
         return time.monotonic() - self._begin
 
     def done(self, part: Part) -> None:
-        del self._usual[part.name]
+        del self._expected[part.name]
         self._part = time.monotonic()
 
     def seconds(self, part: Part, done: int, total: int) -> float:
         took = time.monotonic() - self._part
-        here = took * (total - done) / done if done else max(0.0, self._usual[part.name] - took)
-        return here + sum(seconds for name, seconds in self._usual.items() if name != part.name)
+        here = took * (total - done) / done if done else max(0.0, self._expected[part.name] - took)
+        return here + sum(seconds for name, seconds in self._expected.items() if name != part.name)
 
 
 def _one(part: Part, bars: Progress, whole: TaskID, left: Left, *, quick: bool) -> Outcome:
@@ -176,7 +176,7 @@ def _one(part: Part, bars: Progress, whole: TaskID, left: Left, *, quick: bool) 
 
     path = RESULTS / f"{part.name}.json"
     before = path.stat().st_mtime_ns if path.exists() else None
-    reason = _carry_out(part, show, quick=quick)
+    reason = _run_module(part, show, quick=quick)
     bars.remove_task(bar)
     seconds = time.monotonic() - begin
     if not reason and (not path.exists() or path.stat().st_mtime_ns == before):
@@ -187,15 +187,15 @@ def _one(part: Part, bars: Progress, whole: TaskID, left: Left, *, quick: bool) 
     return Outcome(name=part.name, status="not run" if why else "ok", seconds=seconds, reason=why)
 
 
-def _carry_out(part: Part, show: Any, *, quick: bool) -> str:
-    """Run the part's module; why it failed, if it did."""
+def _run_module(part: Part, show: Any, *, quick: bool) -> str:
+    """Run the module of a part; returns the reason of a failure, or an empty string."""
     command = [sys.executable, "-m", f"benchmarks.{part.name}", *(["--quick"] if quick and not part.kept else [])]
     log = RESULTS / "logs" / f"{part.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with (
-        log.open("w") as wrong,
+        log.open("w") as errors,
         subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=wrong, text=True, cwd=ROOT, start_new_session=True
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=ROOT, start_new_session=True
         ) as process,
     ):
         over = threading.Event()
@@ -216,11 +216,11 @@ def _carry_out(part: Part, show: Any, *, quick: bool) -> str:
             _end(process)
     if over.is_set():
         return f"not done after {part.limit(quick=quick):.0f} s"
-    return f"it ended with {process.returncode}: {_last_line(log)}" if process.returncode else ""
+    return f"it ended with exit code {process.returncode}: {_last_line(log)}" if process.returncode else ""
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """The part and what it started; a run's own processes end with it."""
+    """End a part and the processes that it started; the workers of a run end with their supervisor."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
@@ -231,7 +231,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 def _last_line(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "it said nothing"
+    return lines[-1][:300] if lines else "it printed nothing"
 
 
 # -- results that are kept --------------------------------------------------------------------------------------
@@ -245,13 +245,15 @@ def _kept(part: Part) -> Outcome:
     day = _day_of(part)
     if day is None:
         command = f"make bench-{part.name}".replace("bench-paper_table", "paper-table")
-        return Outcome(name=part.name, status="not run", reason=f"it takes long and is not run here: {command}")
+        return Outcome(
+            name=part.name, status="not run", reason=f"it takes long and runs only by its own command: {command}"
+        )
     commit = git("log", "-1", "--format=%h", "--", str(RESULTS / f"{part.name}.json"))
     return Outcome(name=part.name, status="kept", reason=f"measured on {day}", when=day, commit=commit)
 
 
 def _day_of(part: Part) -> str | None:
-    """The day on which the results were made: that of their commit, or of the file if it has changed since."""
+    """The day of the results: that of their commit, or of the file if it has changed since."""
     path = RESULTS / f"{part.name}.json"
     if not path.exists():
         return None

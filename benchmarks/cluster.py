@@ -1,7 +1,7 @@
-"""What the Ray runtime costs, on one machine: whole runs against the local runtime, and its parts one by one.
+"""The cost of the Ray runtime on one machine: whole runs against the local runtime, and each operation by itself.
 
-The parts are what the simulator needs to predict a larger cluster that uses this runtime: `--predict` prints that, from
-the figures measured last.
+The simulator needs the costs of the operations to predict a larger cluster that uses this runtime: `--predict` prints
+such predictions from the figures that were measured last.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def _runs(repeats: int, steps: int) -> list[dict[str, Figures]]:
-    """Runs of the same job, in turn, each repeat in another order."""
+    """Runs of the same job in turn; the order changes with each repeat."""
     found = []
     for repeat in range(repeats):
         kinds = ["local", "ray"] if repeat % 2 == 0 else ["ray", "local"]
@@ -74,20 +74,23 @@ def _runs(repeats: int, steps: int) -> list[dict[str, Figures]]:
 
 
 def steady(one: Figures) -> float:
-    """Trained tokens/s after the first quarter. On a cluster each process imports torch by itself, where the local
-    runtime forks, so the first step comes seconds later; that is paid once, and printed."""
+    """Trained tokens/s after the first quarter of a run.
+
+    On a cluster each process imports torch by itself, whereas the local runtime forks, so the first step comes seconds
+    later. That cost occurs once and is printed separately.
+    """
     first = one.steps // 4
     return one.tokens / one.steps * (one.steps - first) / (one.published[one.steps] - one.published[first])
 
 
-# -- the parts ------------------------------------------------------------------------------------------------------
+# -- operations -----------------------------------------------------------------------------------------------------
 
 
 class Peer:
-    """An actor on another node, as an instance is one."""
+    """An actor on another node, in the place of an instance."""
 
     def echo(self, port: int, token: bytes) -> None:
-        """Send back what comes."""
+        """Send every message back."""
         link, _ = enter(LOOPBACK, port, token, "")
         with link:
             link.settimeout(None)
@@ -95,18 +98,18 @@ class Peer:
                 link.sendall(part)
 
     def take(self, reference: list[Any]) -> float:
-        """Seconds for an object to be here, mapped."""
+        """Seconds until an object is mapped on this node."""
         ray = need_ray()
         begin = time.perf_counter()
         ray.get(reference[0])
         return time.perf_counter() - begin
 
     def nothing(self) -> None:
-        """Answers."""
+        """Return at once: an empty call."""
 
 
 def measure() -> dict[str, float]:
-    """Costs in seconds and bytes a second, between two nodes of a cluster on this machine."""
+    """Costs in seconds, and rates in bytes per second, between two nodes of a cluster on this machine."""
     ray = need_ray()
     from ray.cluster_utils import Cluster
 
@@ -135,7 +138,7 @@ def measure() -> dict[str, float]:
 
 
 def _round_trip(peer: Any) -> float:
-    """Of a small message over the connection that processes of a run speak over."""
+    """Round trip of a small message over the connection that the processes of a run use."""
     links: list[socket.socket] = []
     door = Rendezvous(lambda _name, _hello, link: links.append(link))
     peer_token = door.expect("peer")
@@ -159,7 +162,7 @@ def _round_trip(peer: Any) -> float:
 
 
 def _transfer(peer: Any, size: int, repeats: int = 5) -> tuple[float, float]:
-    """Seconds to put bytes into the object store of one node, and to have them on another."""
+    """Seconds to put bytes into the object store of one node, and to map them on another."""
     ray = need_ray()
     data = np.random.default_rng(0).integers(0, 255, size, dtype=np.uint8)
     puts, takes = [], []
@@ -185,7 +188,7 @@ def _median(call: Callable[[], Any], times: int) -> float:
 
 
 def predict(costs: dict[str, float]) -> None:
-    """The paper's clusters, with weights and KV over links as fast as planned, and over this runtime as measured."""
+    """Simulate the paper's clusters with the planned link speed and with the measured costs of this runtime."""
     calls = 2 * costs["actor call, s"]
     measured = [
         f"hardware.link_bandwidth={min(costs['weights, MB/s'], costs['KV bundle, MB/s']) * MEGABYTE}",

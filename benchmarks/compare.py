@@ -1,9 +1,10 @@
-"""Two runs of the benchmark against each other: which ratios of the new one lie outside the spread of the old one.
+"""Compares two runs of the benchmark: which ratios of the new run lie outside the spread of the old one.
 
 The spread of a ratio reaches from its lowest repeat to its highest, widened by the noise of a shared machine between
-one hour and another. Two or three repeats alone would say too little: of two pairs from the same urn, every third have
-nothing in common. A part whose repeats differ by nothing but the machine measures that noise: with its many ratios it
-knows it far better than any one of them. A ratio lies outside if the median of its new repeats does.
+one hour and another. Two or three repeats alone are too few: of two pairs drawn from the same distribution, every third
+have no overlap. A part whose repeats differ only by the state of the machine measures that noise: pooled over its many
+ratios, the estimate is far better than that of a single ratio. A ratio lies outside if the median of its new repeats
+does.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from rich.console import Console
 from rich.table import Table
 
 NOISE = 0.15
-"""Where a part does not measure it, and at least."""
+"""The noise of a part that does not measure it, and the least noise of one that does."""
 BY_ACCURACY = 0.5
-"""Of a time to an accuracy. A share of 256 answers is known to three points, a tenth of what is learned: two such
-deviations of either side, and a run that is asynchronous learns a little differently each time."""
+"""The noise of a time to an accuracy. The standard deviation of a share of 256 answers is three points, a tenth of
+what is learned; this allows two of them on either side. An asynchronous run learns a little differently each time."""
 _DEVIATIONS = 2.5
-"""With so many beyond both ends of the repeats, one ratio in a hundred lies outside by chance."""
+"""With this many beyond both ends of the repeats, one ratio in a hundred lies outside by chance."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """A ratio's repeats, and by how much the spread is wider than they are."""
+    """The repeats of a ratio, and the factor by which its spread is wider than they are."""
 
     values: list[float]
     noise: float
@@ -41,7 +42,7 @@ class Spread:
 
 
 def noise(repeats: Sequence[list[float]]) -> float:
-    """Of ratios whose repeats differ by nothing but the machine: from the pooled deviation of their logarithms."""
+    """The noise of ratios whose repeats differ only by the machine, from the pooled deviation of their logarithms."""
     squares = freedom = 0.0
     for values in repeats:
         logs = [math.log(value) for value in values]
@@ -51,9 +52,9 @@ def noise(repeats: Sequence[list[float]]) -> float:
 
 
 def spreads(folder: Path) -> dict[str, Spread]:
-    """All ratios of a run, by name."""
+    """All ratios of a results folder, by name."""
     if not folder.is_dir():
-        raise SystemExit(f"{folder} is not a folder of results: give one like benchmarks/results")
+        raise SystemExit(f"{folder} is not a folder of results: give a folder like benchmarks/results")
     found: dict[str, Spread] = {}
     for path in sorted(folder.glob("*.json")):
         content: Any = json.loads(path.read_text())
@@ -65,7 +66,7 @@ def spreads(folder: Path) -> dict[str, Spread]:
 
 
 def compare(old: Path, new: Path) -> int:
-    """Print the ratios of both; how many lie outside."""
+    """Print the ratios of both runs; returns how many lie outside."""
     before, after = spreads(old), spreads(new)
     table = Table(title=f"{old} and {new}")
     for column in ("ratio", "old", "wider by", "new", ""):

@@ -1,7 +1,7 @@
-"""What a decision costs: the orchestrator's time for an event at 64 and at 4,096 instances, and the simulator's speed.
+"""The orchestrator's time for an event with 64 and with 4,096 instances, and the simulator's speed.
 
-Both fleets carry the same load per instance and run in turns in one process; only the time inside
-`Orchestrator.step` counts, re-planning included.
+Both fleets have the same load per instance and run alternately in one process. Only the time inside
+`Orchestrator.step` counts, including rebalancing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ console = Console()
 
 
 def event_microseconds(instances: int, *, requests: int = 16, staleness: int = 3, events: int = EVENTS) -> float:
-    """Mean time of `Orchestrator.step` over many events in a steady run; a step's groups grow with the requests."""
+    """Mean time of `Orchestrator.step` over many events of a steady run; B grows with instances and requests."""
     config = preset(
         "laptop",
         [
@@ -37,18 +37,18 @@ def event_microseconds(instances: int, *, requests: int = 16, staleness: int = 3
         ],
     )
     control = control_for(config, parse_variant("dora"))
-    world = SimRuntime(config.model_copy(update={"control": control}), "disaggregated")
+    runtime = SimRuntime(config.model_copy(update={"control": control}), "disaggregated")
     orchestrator = Orchestrator(control)
-    warm = 2 * len(world.instances) + 2000
+    warm = 2 * len(runtime.instances) + 2000
     spent = 0.0
     for number in range(warm + events):
-        arrived = world.next_event(orchestrator.wake_at())
+        arrived = runtime.next_event(orchestrator.wake_at())
         assert arrived is not None
         before = time.perf_counter()
         commands = orchestrator.step(*arrived)
         if number >= warm:
             spent += time.perf_counter() - before
-        world.execute(commands)
+        runtime.execute(commands)
     return spent / events * 1e6
 
 
@@ -57,7 +57,7 @@ def main() -> None:
     for repeat in range(REPEATS):
         for instances in FLEETS:
             costs[instances].append(event_microseconds(instances))
-            console.print(f"  repeat {repeat + 1}: {instances} instances, {costs[instances][-1]:.1f} us an event")
+            console.print(f"  repeat {repeat + 1}: {instances} instances, {costs[instances][-1]:.1f} us per event")
     ratios = [large / small for small, large in zip(costs[64], costs[4096], strict=True)]
 
     console.print("  longcat-4096: ten steps")

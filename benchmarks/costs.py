@@ -1,7 +1,7 @@
-"""What the parts of a run cost on this machine, each measured by itself: what the simulator predicts runs from.
+"""Costs of the components of a run on this machine, each measured by itself; the simulator predicts runs from them.
 
-Costs are taken with the other cores busy, as they are in a run: cores share caches and memory. What one thread computes
-is counted in its processor time, so that being interrupted by others does not count.
+The other cores are busy during the measurements, as they are in a run, because cores share caches and memory. The work
+of one thread is measured in processor time, so that interruptions by other programs do not count.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ BATCHES = (1, 4, 16, 32, 64)
 CONTEXTS = (32, 256, 768)
 PROMPT = 7
 TICKS = 5
-"""Of progress that `measure` tells of."""
+"""Number of progress lines that `measure` prints."""
 
 
 def measure(config: RunConfig, total: int) -> tuple[Measured, dict[str, Any]]:
-    """All costs, and how well straight lines describe them."""
+    """All costs, and how well linear models fit them."""
     tick(0, total, "decode steps")
     with _busy_neighbours():
         points = decode_points(config, 1, BATCHES, CONTEXTS)
@@ -65,12 +65,12 @@ def measure(config: RunConfig, total: int) -> tuple[Measured, dict[str, Any]]:
     fast, _ = _train_points(config, CORES)
     train_speed = sum(seconds for _, seconds in calls) / sum(seconds for _, seconds in fast)
     tick(4, total, "a short run, for the supervisor's time")
-    per_said, scoring, shares = _supervisor()
+    per_generated, scoring, shares = _supervisor()
     costs = Measured(
         step_base=base,
         per_request=per_request,
         per_token=per_token,
-        per_said=per_said,
+        per_generated=per_generated,
         train_call=train_call,
         train_token=train_token,
         apply=apply,
@@ -96,7 +96,7 @@ def measure(config: RunConfig, total: int) -> tuple[Measured, dict[str, Any]]:
 
 
 def _fit(rows: Sequence[tuple[float, ...]], seconds: list[float]) -> list[float]:
-    """Least squares of relative errors, with no cost below a nanosecond."""
+    """Coefficients by least squares of relative errors, with no cost below a nanosecond."""
     y = np.array(seconds)
     x = np.array(rows) / y[:, None]
     solution, *_ = np.linalg.lstsq(x, np.ones(len(y)), rcond=None)
@@ -105,26 +105,26 @@ def _fit(rows: Sequence[tuple[float, ...]], seconds: list[float]) -> list[float]
 
 @contextlib.contextmanager
 def _busy_neighbours() -> Iterator[None]:
-    """The other cores decode too."""
+    """Keep the other cores busy with decoding."""
     command = [sys.executable, "-m", "benchmarks.costs"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    some = [
+    neighbours = [
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
         for _ in range(CORES - 1)
     ]
-    for process in some:
+    for process in neighbours:
         assert process.stdout is not None
-        process.stdout.readline()  # it has begun
+        process.stdout.readline()  # wait until it decodes
     try:
         yield
     finally:
-        for process in some:
+        for process in neighbours:
             process.terminate()
             process.wait()
 
 
 def keep_busy(config: RunConfig) -> None:
-    """Decode until the parent is gone."""
+    """Decode until the parent process ends."""
     engine = make_engine(config)
     print("busy", flush=True)
     number = 0
@@ -137,7 +137,7 @@ def keep_busy(config: RunConfig) -> None:
 
 
 def _train_points(config: RunConfig, threads: int) -> tuple[list[tuple[int, float]], float]:
-    """Tokens and seconds of the trainer's calls with 1, 2, 4 and 8 groups, and the seconds of applying."""
+    """Tokens and seconds of the trainer's calls with 1, 2, 4 and 8 groups, and the seconds of `apply`."""
     torch.set_num_threads(threads)
     clock = clock_of(threads)
     trainer = Trainer(load(config.model).model, config.trainer)
@@ -150,14 +150,14 @@ def _train_points(config: RunConfig, threads: int) -> tuple[list[tuple[int, floa
         trainer.accumulate(step, groups)
         middle = clock()
         trainer.apply(step)
-        if step:  # the first one warms up
+        if step:  # the first step warms up
             calls.append((sum(len(t.tokens) for g in groups for t in g.trajectories), middle - begin))
             applying.append(clock() - middle)
     return calls, statistics.median(applying)
 
 
 def _group(random: np.random.Generator, version: int, number: int, size: int) -> Group:
-    """A group of lengths as the job has them."""
+    """A group with lengths as in the job."""
     siblings = []
     for sibling in range(size):
         tokens = random.integers(3, 16, PROMPT + int(np.clip(random.lognormal(4.3, 0.8), 5, 900)))
@@ -175,7 +175,7 @@ def _group(random: np.random.Generator, version: int, number: int, size: int) ->
 
 
 def _publish_and_load(config: RunConfig) -> tuple[float, float]:
-    """Median seconds of publishing a version on disk, and of an engine's loading it."""
+    """Median seconds to publish a version on disk, and to load it into an engine."""
     trainer = Trainer(load(config.model).model, config.trainer)
     model = load(config.model).model
     publishing, loading = [], []
@@ -195,13 +195,13 @@ def _publish_and_load(config: RunConfig) -> tuple[float, float]:
 
 
 def _move(config: RunConfig) -> float:
-    """Median seconds of moving a bundle of four requests between two engines."""
+    """Median seconds to move a KV bundle of four requests between two engines."""
     source, target = make_engine(config), make_engine(config)
     took = []
     for repeat in range(7):
         some = range(4 * repeat, 4 * repeat + 4)
         for number in some:
-            source.submit(request(number, 128, 512))  # long enough to be there still: a call may be several steps
+            source.submit(request(number, 128, 512))  # long enough not to finish: a call may run several steps
         while not all_decode(source, len(some)):
             pass
         begin = time.perf_counter()
@@ -213,7 +213,7 @@ def _move(config: RunConfig) -> float:
 
 
 def _durable() -> float:
-    """Median seconds from an event to its being on disk."""
+    """Median seconds from an event until it is on disk."""
     took = []
     with tempfile.TemporaryDirectory() as folder:
         ledger = Ledger(Path(folder) / "ledger.db", 4)
@@ -229,7 +229,7 @@ def _durable() -> float:
 
 
 def _supervisor() -> tuple[float, float, dict[str, float]]:
-    """Processor seconds of the supervisor and the judges for a generated token; seconds to a reward; all seconds."""
+    """Processor seconds of the supervisor and reward workers per generated token; seconds to a reward; all by role."""
     with tempfile.TemporaryDirectory() as folder:
         command = command_of(JOB, Path(folder), **VARIANTS["dora K=4"], **{"control.steps": 12})
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

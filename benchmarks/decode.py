@@ -1,4 +1,4 @@
-"""Decode steps of one engine, measured by themselves: what costs, bounds and predictions are made from."""
+"""Measures decode steps of one engine by itself; costs, bounds and predictions are computed from them."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from dora_rl.models.sources import MemoryWeights
 from dora_rl.runtime.config import RunConfig
 
 ROUNDS = 16
-"""Tokens of each request in one measurement."""
+"""Tokens that each request samples in one measurement."""
 BATCHES = (8, 24, 64)
-"""Of which one uses a core best: small ones keep their KV in its caches, large ones use its weights more often."""
+"""One of these sizes uses a core best: small batches keep their KV in its caches, large ones reuse weights more."""
 SHARES = (0.25, 0.5, 1.0)
-"""Of the context that is asked for: where it is measured."""
+"""Shares of the requested context at which steps are measured."""
 
 
 def peak_rate(config: RunConfig, context: float) -> float:
-    """Best tokens/s of an engine with one thread, over sizes of its batch, at this context of its requests on average.
+    """Best tokens/s of an engine with one thread over its batch sizes, at this mean context of its requests.
 
-    Contexts grow while they are measured, so each size is measured at several, and the one asked for lies on the line
-    through them.
+    Contexts grow during a measurement, so each batch size is measured at several contexts, and the rate at the
+    requested one is read from the line through them.
     """
     contexts = tuple(max(1, round(context * share)) for share in SHARES)
     points = decode_points(config, 1, BATCHES, contexts)
-    spare = config.rollout.engine.block_size / 2  # of a request's last block, on average
+    spare = config.rollout.engine.block_size / 2  # unused part of a request's last block, on average
     best = 0.0
     for batch in BATCHES:
         held, seconds = zip(*(points[batch, one] for one in contexts), strict=True)
@@ -53,26 +53,26 @@ def request(number: int, context: int, tokens: int) -> Request:
 
 
 def clock_of(threads: int) -> Callable[[], float]:
-    """Seconds of the processor for one thread, of the wall for more."""
+    """Processor time for one thread, wall-clock time for more."""
     return time.process_time if threads == 1 else time.perf_counter
 
 
 def decode_points(
     config: RunConfig, threads: int, batches: Sequence[int], contexts: Sequence[int]
 ) -> dict[tuple[int, int], tuple[int, float]]:
-    """By batch and context: tokens of context in all, halfway, and seconds for a token of every request."""
+    """By batch and context: total tokens of context halfway through, and seconds per token of every request."""
     engine, clock = make_engine(config, threads), clock_of(threads)
     points: dict[tuple[int, int], tuple[int, float]] = {}
     number = 0
     for context in contexts:
         for batch in batches:
             for _ in range(batch):
-                # Long enough for those that are prefilled first to be there when the last one is.
+                # Long enough that the first requests still decode when the last one is prefilled.
                 engine.submit(request(number, context, config.rollout.engine.max_context - context - 1))
                 number += 1
             while not all_decode(engine, batch):
                 pass
-            _decoded(engine, batch, 2)  # to know its pace again
+            _decoded(engine, batch, 2)  # lets the engine measure its pace again
             before, begin = engine.progress().kv_tokens, clock()
             sampled = _decoded(engine, batch, ROUNDS)
             took = clock() - begin
@@ -85,14 +85,14 @@ def decode_points(
 
 
 def all_decode(engine: Engine, batch: int) -> bool:
-    """After one more step, every request of the batch decodes. Those that do already take their time."""
+    """Run one step; True once every request decodes. The long pace makes decoding requests take one token a call."""
     engine.slots[0].pace = 1 << 40
     engine.step()
     return engine.slots[0].batch.decoding >= batch
 
 
 def _decoded(engine: Engine, batch: int, rounds: int) -> int:
-    """Steps until so many tokens a request were sampled; how many it were in all."""
+    """Step until each request has sampled `rounds` tokens on average; returns the total number of tokens."""
     before = engine.stats.decoded
     while engine.stats.decoded - before < batch * rounds:
         engine.step()

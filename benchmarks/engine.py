@@ -1,14 +1,14 @@
-"""The engine against `transformers` generate and vLLM on the CPU, what a migration and a second slot cost, and limits.
+"""The engine against `transformers` generate and vLLM on the CPU; costs of a migration and a second slot; limits.
 
     python -m benchmarks.engine [--models 3m,smollm2] [--parts ...] [--vllm PYTHON] [--repeats 3]
 
-All in one run, ours and theirs alternating; ratios are of medians, and the spread of everybody's runs stands in the
-results. Everybody samples at temperature 1 in float32 from the same weights, with prompts of 16 tokens and as many
-threads as there are cores. Long-tailed lengths are lognormal with median 64, cut at 1,024, with at least one of 1,024;
-`generate` gets batches of 64 that run until their longest is done, as it works; only wanted tokens count. vLLM runs in
-a Python of its own (see the Makefile), eager and compiled; the faster of the two counts at each batch.
+All systems are measured in one run and in turn. Ratios are ratios of medians, and the results have all repeats of every
+system. All systems sample at temperature 1 in float32 from the same weights, with prompts of 16 tokens and as many
+threads as there are cores. Long-tailed lengths are lognormal with median 64, clipped at 1,024, with at least one of
+1,024. `generate` gets batches of 64, which run until the longest response is done; only requested tokens count. vLLM
+runs in a separate Python environment (see the Makefile), eager and compiled; the faster mode counts at each batch.
 
-A part or model that is not measured keeps its last figures, so a run can be made in pieces.
+A part or model that is not measured keeps its last figures, so the benchmark can be run in several goes.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from dora_rl.models.sources import MemoryWeights
 CACHE = Path(".cache")
 PROMPT = 16
 BATCHES = (1, 8, 32, 64)
-# Requests of the long-tailed run, and tokens of a response at fixed lengths. `generate` needs half a second for a step
-# of SmolLM2, and 1,024 of them for a batch.
+# Requests of the long-tailed run, and tokens of a response at fixed lengths. They are few for SmolLM2, where `generate`
+# needs half a second for a step and 1,024 steps for a batch.
 SIZES = {"3m": (128, 128), "smollm2": (64, 32)}
 VLLM_SECONDS = 600  # loading and compiling included
 LONG_TAILED_TARGET = {"3m": 6.0, "smollm2": 4.0}
@@ -49,8 +49,8 @@ Figures = tuple[dict[str, Any], list[Target]]
 _started = time.perf_counter()
 
 
-def say(text: str) -> None:
-    """Progress, with the seconds since the start."""
+def report(text: str) -> None:
+    """Print progress with the seconds since the start."""
     print(f"[{time.perf_counter() - _started:5.0f} s] {text}", flush=True)
 
 
@@ -59,7 +59,7 @@ def spread(rates: list[float]) -> str:
 
 
 def folder_of(name: str) -> Path:
-    """The model as a folder that everybody loads."""
+    """The model's folder, which all systems load."""
     if name == "smollm2":
         return ensure()
     folder = CACHE / "llama-3m"
@@ -75,7 +75,7 @@ def folder_of(name: str) -> Path:
 
 
 def make_engine(model: Any, **config: Any) -> Engine:
-    """An engine with room for everything here."""
+    """An engine with enough KV cache for all measurements here."""
     slots = config.get("slots", 1)
     weights = MemoryWeights.of(model)
     for version in range(1, slots):
@@ -114,7 +114,7 @@ def run_engine(engine: Engine, some: list[Request]) -> float:
 
 
 def run_generate(model: Any, some: list[Request]) -> float:
-    """Wanted tokens/s of `generate` in batches of 64."""
+    """Requested tokens/s of `generate` in batches of 64."""
     start = time.perf_counter()
     wanted = 0
     for at in range(0, len(some), 64):
@@ -130,7 +130,7 @@ def run_generate(model: Any, some: list[Request]) -> float:
 
 
 def against_generate(name: str, model: Any, kind: str, repeats: int) -> Figures:
-    """Fixed lengths, or long-tailed ones (those once: minutes long as it is)."""
+    """Fixed lengths, or long-tailed ones, which are measured once because that takes minutes."""
     count, fixed = SIZES[name]
     random = np.random.default_rng(0)
     tail = np.clip(random.lognormal(np.log(64), 1.0, count), 1, 1024).astype(int)
@@ -141,9 +141,9 @@ def against_generate(name: str, model: Any, kind: str, repeats: int) -> Figures:
     ours, theirs = [], []
     for _ in range(repeats if kind == "fixed" else 1):
         ours.append(run_engine(engine, requests(lengths)))
-        say(f"{name} {kind}: ours {ours[-1]:.1f} tokens/s")
+        report(f"{name} {kind}: ours {ours[-1]:.1f} tokens/s")
         theirs.append(run_generate(model, requests(lengths)))
-        say(f"{name} {kind}: generate {theirs[-1]:.1f} tokens/s")
+        report(f"{name} {kind}: generate {theirs[-1]:.1f} tokens/s")
     if kind == "fixed":
         ours.append(run_engine(engine, requests(lengths)))
     ratio = statistics.median(ours) / statistics.median(theirs)
@@ -152,7 +152,7 @@ def against_generate(name: str, model: Any, kind: str, repeats: int) -> Figures:
 
 
 def against_vllm(name: str, model: Any, given: argparse.Namespace) -> Figures:
-    """Both at each batch; ours is measured before, between and after its modes."""
+    """Both engines at each batch; ours is measured before, between and after the modes of vLLM."""
     fixed, batches = SIZES[name][1], [int(batch) for batch in given.batches.split(",")]
     engine = make_engine(model)
     ours: dict[str, list[float]] = {}
@@ -168,9 +168,9 @@ def against_vllm(name: str, model: Any, given: argparse.Namespace) -> Figures:
     for mode in given.vllm_modes.split(","):
         arguments = [str(folder_of(name)), mode, str(fixed), given.batches, str(given.repeats)]
         theirs[mode] = _vllm([given.vllm, str(Path(__file__).parent / "vllm_peer.py"), *arguments])
-        say(f"{name}: vLLM {mode}: " + ", ".join(f"batch {batch} {spread(r)}" for batch, r in theirs[mode].items()))
+        report(f"{name}: vLLM {mode}: " + ", ".join(f"batch {batch} {spread(r)}" for batch, r in theirs[mode].items()))
         measure()
-    say(f"{name}: ours: " + ", ".join(f"batch {batch} {spread(rates)}" for batch, rates in ours.items()))
+    report(f"{name}: ours: " + ", ".join(f"batch {batch} {spread(rates)}" for batch, rates in ours.items()))
     raw: dict[str, Any] = {"ours": ours, **{f"vllm {mode}": rates for mode, rates in theirs.items()}}
     targets = []
     for batch in map(str, batches):
@@ -194,19 +194,19 @@ def _vllm(command: list[str]) -> dict[str, list[float]]:
     }
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=VLLM_SECONDS)
-        said, wrong = done.stdout, done.stderr
-    except subprocess.TimeoutExpired as late:  # the batches that it has done still count
+        output, errors = done.stdout, done.stderr
+    except subprocess.TimeoutExpired as late:  # the finished batches still count
         out = late.stdout or b""
-        said, wrong = out.decode() if isinstance(out, bytes) else out, f"not done after {VLLM_SECONDS} s"
-    lines = [line[6:] for line in said.splitlines() if line.startswith("RATES ")]
-    if not lines or wrong.startswith("not done"):
-        say(f"vLLM: {wrong[-600:]}")
+        output, errors = out.decode() if isinstance(out, bytes) else out, f"not done after {VLLM_SECONDS} s"
+    lines = [line[6:] for line in output.splitlines() if line.startswith("RATES ")]
+    if not lines or errors.startswith("not done"):
+        report(f"vLLM: {errors[-600:]}")
     rates: dict[str, list[float]] = json.loads(lines[-1]) if lines else {}
     return rates
 
 
 def migration(model: Any, repeats: int) -> Figures:
-    """Moving a request with 1,024 tokens of context by shared memory, against computing them again."""
+    """Moving a request with 1,024 tokens of context through shared memory, against prefilling them again."""
     engines = [make_engine(model, stretch=1) for _ in range(2)]
     again, move = [], []
     for repeat in range(repeats):
@@ -235,7 +235,7 @@ def migration(model: Any, repeats: int) -> Figures:
 
 
 def slots(name: str, model: Any, repeats: int) -> Figures:
-    """64 requests of one version against 32 + 32 of two on one engine."""
+    """64 requests of one version against 32 + 32 requests of two versions on one engine."""
     one, two = make_engine(model), make_engine(model, slots=2)
     lengths = [SIZES[name][1]] * 64
     single, double = [], []
@@ -247,11 +247,11 @@ def slots(name: str, model: Any, repeats: int) -> Figures:
 
 
 def limits(name: str, model: Any) -> Figures:
-    """Shares of the machine's limits that a decode step reaches, and what binds."""
+    """Shares of the machine's limits that a decode step reaches, and the limit that binds."""
     found = shares(model, make_engine(model), requests, BATCHES)
-    say(f"{name} limits: " + ", ".join(f"{key} {value:.1f}" for key, value in found["limits"].items()))
+    report(f"{name} limits: " + ", ".join(f"{key} {value:.1f}" for key, value in found["limits"].items()))
     for batch, one in found["batches"].items():
-        say(
+        report(
             f"{name} batch {batch}: a step takes {one['step_ms']:.2f} ms, its products {one['products_ms']:.2f} "
             f"(torch {one['products_by_torch_ms']:.2f}); share of FLOPs {one['flop_share']:.2f}, "
             f"of bandwidth {one['bandwidth_share']:.2f}; binds: {one['binds']}"
@@ -262,11 +262,13 @@ def limits(name: str, model: Any) -> Figures:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--models", default="3m,smollm2")
-    parser.add_argument("--vllm", default=".venv-vllm/bin/python", help="a Python that has vllm; skipped if not there")
+    parser.add_argument(
+        "--vllm", default=".venv-vllm/bin/python", help="a Python that has vllm; skipped if it does not exist"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--vllm-modes", default="eager,compiled")
-    parser.add_argument("--batches", default=",".join(map(str, BATCHES)), help="for the part vllm")
+    parser.add_argument("--batches", default=",".join(map(str, BATCHES)), help="batches of the part vllm")
     given = parser.parse_args()
     models = {name: load(ModelConfig(path=str(folder_of(name)))).model for name in given.models.split(",")}
     figures = _known()
@@ -280,14 +282,14 @@ def main() -> None:
             figures[f"{name} {part}"] = measured[0]
             targets |= {target.name: target for target in measured[1]}
             for target in measured[1]:
-                say(f"{target.name}: {target.value:.3f}, aim {target.target}, {'met' if target.met else 'MISSED'}")
+                report(f"{target.name}: {target.value:.3f}, aim {target.target}, {'met' if target.met else 'MISSED'}")
             publish("engine", list(targets.values()), figures, quiet=True)
     publish("engine", list(targets.values()), figures)
 
 
 def _measure(part: str, name: str, model: Any, given: argparse.Namespace) -> Figures | None:
-    """One part for one model; None where there is nothing to measure."""
-    say(f"{name}: {part}")
+    """Measure one part for one model; None where there is nothing to measure."""
+    report(f"{name}: {part}")
     if part == "migration":
         return migration(model, given.repeats) if name == "smollm2" else None
     if part == "slots":

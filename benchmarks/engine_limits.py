@@ -1,10 +1,10 @@
-"""Which share of the machine's limits a decode step of the engine reaches, and what binds it.
+"""The share of the machine's limits that a decode step of the engine reaches, and which limit binds.
 
-A step at batch B multiplies B rows with every weight and reads every weight once. So it can't be quicker than its
-FLOPs at the rate of a large matrix product, nor than its bytes at the rate at which memory is read; the larger of the
-two is what binds in theory, and its share of the measured time says how near we are. The products of a step are also
-measured alone, by the engine's kernel and by torch on the same weights: what is left of a step is attention, norms,
-sampling and Python. Every figure is the best of several, the limits being measured again beside each batch.
+A step at batch B multiplies B rows with every weight and reads every weight once. It can't take less time than its
+FLOPs at the rate of a large matrix product, or than its bytes at the rate at which memory is read. The larger of the
+two binds in theory, and its share of the measured time shows how close the engine comes. The matrix products of a step
+are also measured alone, by the engine's kernel and by torch on the same weights; the rest of a step is attention,
+norms, sampling and Python. Every figure is the best of several, and the limits are measured again beside each batch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STEPS = 8  # decode steps measured at each batch, and passes over the weights
 
 
 def machine() -> dict[str, float]:
-    """The rates of a large matrix product, of reading memory and of a triad: the best of several."""
+    """The best of several rates of a large matrix product, of reading memory and of a triad."""
     a, b = torch.randn(1536, 1536), torch.randn(1536, 1536)
     x, y = torch.randn(1 << 25), torch.randn(1 << 25)
     out = torch.empty_like(x)
@@ -78,7 +78,7 @@ def _binds(step: float, products: float, flops: float, memory: float) -> str:
 
 
 def decode_seconds(engine: Engine, some: list[Request]) -> float:
-    """The shortest time of a step in which all of these decode and none prefills; a call may be several steps."""
+    """The shortest time of a step in which all requests decode and none prefills; one call may run several steps."""
     for request in some:
         engine.submit(request)
     seconds = []
@@ -104,7 +104,7 @@ def best(call: Callable[[], object], times: int) -> float:
 
 
 def _matrices(model: Any) -> list[torch.Tensor]:
-    """Every weight that all rows are multiplied with, in the order of a step."""
+    """Every weight that all rows are multiplied with, in the order in which a step uses them."""
     layers = [module.weight.detach() for module in model.model.modules() if isinstance(module, torch.nn.Linear)]
     return [*layers, model.get_output_embeddings().weight.detach()]
 

@@ -1,7 +1,8 @@
-"""How fresh trained groups are: simulated mean staleness and step time, groups being admitted eagerly or just in time.
+"""Simulated mean staleness and step time with eager and with just-in-time admission.
 
-The floor of the mean staleness is latency over step time: a group that never waits for the trainer is as stale as the
-steps that pass while it is generated. The same orchestrator runs both rules (`orchestrator.admission`).
+The floor of the mean staleness is latency divided by step time: the staleness of a group that never waits for the
+trainer is the number of steps that pass while it is generated. The same orchestrator applies both rules
+(`orchestrator.admission`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ console = Console(width=130)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What is simulated, and the mean staleness that is aimed at."""
+    """A simulated case, and the aim for its mean staleness."""
 
     preset: str
     settings: tuple[str, ...] = ()
@@ -53,7 +54,7 @@ CASES = {
 
 
 def run(case: Case) -> dict[str, Any]:
-    """The figures of a case, by rule."""
+    """The figures of a case, by admission rule."""
     found = {}
     for rule in RULES:
         config = preset(case.preset, [*case.settings, f"control.admission={rule}"])
@@ -90,7 +91,7 @@ def show(cases: dict[str, Any]) -> None:
 
 
 def targets(cases: dict[str, Any]) -> list[Target]:
-    """Steps are measured by the bound of their own batches, since the two rules train different ones."""
+    """Step times are compared with the bound of their own batches, since the two rules train different batches."""
     found = []
     for name, rules in cases.items():
         new, old = rules["just_in_time"], rules["eager"]
@@ -102,7 +103,9 @@ def targets(cases: dict[str, Any]) -> list[Target]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=CASES, help="run these; the file keeps what it has of the others")
+    parser.add_argument(
+        "--only", nargs="+", choices=CASES, help="run these cases only; the file keeps its figures of the others"
+    )
     only = parser.parse_args().only
     path = RESULTS / f"{NAME}.json"
     kept = json.loads(path.read_text())["cases"] if only and path.exists() else {}

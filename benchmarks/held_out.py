@@ -1,4 +1,4 @@
-"""Held-out accuracy of several models by the code of `dora-rl eval`, in one process.
+"""Held-out accuracy of several models, measured by the code of `dora-rl eval` in one process.
 
 python -m benchmarks.held_out CONFIG MODEL... [--section.key value]...    # prints one line: ACCURACY {model: result}
 """

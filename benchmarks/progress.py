@@ -1,4 +1,4 @@
-"""How a part of the benchmark says how far it is: a line that `benchmarks.bench` reads, and people can."""
+"""Progress lines of the benchmark's parts, which `benchmarks.bench` parses and people can read."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Progress(NamedTuple):
-    """So many of so many, and what was done last."""
+    """How much of the total is done, and what is being done."""
 
     done: int
     total: int
@@ -19,6 +19,6 @@ def tick(done: int, total: int, text: str) -> None:
 
 
 def parse(line: str) -> Progress | None:
-    """The progress that a line tells of, if it does."""
+    """The progress in a line, or None if it is another line."""
     found = re.fullmatch(r"progress (\d+)/(\d+) (.*)", line.strip())
     return None if found is None else Progress(int(found[1]), int(found[2]), found[3])

@@ -1,13 +1,12 @@
-"""The simulator against reality: every cell of `benchmarks.tails` predicted from costs of the parts alone and lengths.
+"""The simulator against reality: predicts every cell of `benchmarks.tails` from lengths and costs of the components.
 
     python -m benchmarks.reality [--quick]
 
-Measured here, each part by itself: a decode step over batches and contexts, the trainer's calls over tokens, applying,
-publishing, loading, moving, the ledger's way to disk, and what the supervisor spends on a token (its processor time in
-one short run); see `benchmarks.costs`. They go into the simulator's own cost
-model (`benchmarks.shared_cores` says how cores are shared); nothing is fitted to a step time or a speed of any run.
-Costs are processor time, so a cell is held against the fastest of its repeats, which others on the machine have
-disturbed least.
+Each cost is measured by itself (see `benchmarks.costs`): a decode step over batches and contexts, the trainer's calls
+over tokens, applying, publishing, loading, moving, writing the ledger to disk, and the supervisor's processor time per
+token in one short run. They go into the simulator's cost model (`benchmarks.shared_cores` models how cores are shared);
+nothing is fitted to a step time or a speed of any run. Costs are processor time, so a prediction is compared with the
+fastest repeat of its cell, which other programs disturbed least.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def _target(cell: dict[str, Any]) -> Target:
 def _cell(
     config: RunConfig, tail: str, variant: str, found: list[dict[str, Any]], steps: int, costs: Measured
 ) -> dict[str, Any]:
-    """One cell, predicted and found."""
+    """One cell, predicted and measured."""
     settings = [f"{key}={value}" for key, value in VARIANTS[variant].items()]
     control = read_config(JOB, [*settings, f"control.steps={steps}"]).control.model_dump(mode="json")
     engine = {

@@ -1,4 +1,4 @@
-"""What all benchmarks share: targets, a table on the terminal, and a JSON file under `results/`."""
+"""Targets and ratios of all benchmarks: a table on the terminal, and a JSON file under `results/`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ROOT = Path(__file__).parent.parent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What was aimed at and what came out."""
+    """An aim and the measured value."""
 
     name: str
     target: str
@@ -28,14 +28,14 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
-    """One figure over another, once for each interleaved repeat."""
+    """One figure divided by another, for each interleaved repeat."""
 
     name: str
     values: list[float]
     aim: float | None = None
-    """It should be at least this."""
+    """The lowest median that meets the aim."""
     noise: float | None = None
-    """By how much the spread of a second run is wider than these values, if not by what is usual for its part."""
+    """Factor by which the spread of a second run is wider than these values; None for the default of its part."""
 
     @property
     def median(self) -> float:
@@ -50,30 +50,30 @@ class Ratio:
 
 
 def aims(ratios: list[Ratio]) -> list[Target]:
-    """The targets among the ratios."""
+    """The targets of those ratios that have an aim."""
     return [ratio.target() for ratio in ratios if ratio.aim is not None]
 
 
 def at_most(name: str, limit: float, value: float) -> Target:
-    """Judged by the four digits that are printed, so that a tie is a tie."""
+    """A target with an upper limit, compared at the four printed digits, so that a printed tie is a tie."""
     value = round(value, 4)
     return Target(name=name, target=f"<= {limit:g}", value=value, met=value <= limit)
 
 
 def at_least(name: str, limit: float, value: float) -> Target:
-    """Likewise."""
+    """A target with a lower limit, compared at the four printed digits."""
     value = round(value, 4)
     return Target(name=name, target=f">= {limit:g}", value=value, met=value >= limit)
 
 
 def shown(path: str | Path) -> str:
-    """A path as it may stand in a result: what lies outside of the project is told by its name alone."""
+    """A path as results may show it: of a path outside the project, only the last component."""
     path = Path(path).absolute()
     return str(path.relative_to(_ROOT)) if path.is_relative_to(_ROOT) else path.name
 
 
 def publish(name: str, targets: list[Target], figures: dict[str, Any], *, quiet: bool = False) -> None:
-    """Print the targets as a table, unless quiet, and write them with the raw figures."""
+    """Write the targets and the raw figures, and print the targets as a table unless `quiet`."""
     _write(name, targets, figures)
     if quiet:
         return

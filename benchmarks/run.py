@@ -1,13 +1,12 @@
-"""The modes against each other on whole runs: same prompts, same responses, same machine, interleaved repeats.
+"""Whole runs in all modes: the same prompts and responses on the same machine, in interleaved repeats.
 
-The lower bound of a step on cores that rollout and training share: what the trainer computes when it is alone, and the
-tokens of a step at the engine's best rate on all cores, one after the other since they share the cores; or the longest
-trajectory's time over K + 1, if that is longer. The best rate is that of the best size of a batch at the context that
-the job's tokens have on average.
+Rollout and training share the cores. The lower bound of a step is the sum of the trainer's time when it runs alone and
+the time of the step's tokens at the engine's best rate on all cores; or the time of the longest trajectory divided by
+K + 1, if that is longer. The best rate is that of the best batch size at the mean context of the job's tokens.
 
-Where a second thread brings the trainer little, it costs less of the cores beside rollout than alone. So a second
-figure is kept beside the first, without a target: the least core-seconds that training and decoding took or can take,
-each by itself, over the cores.
+Where a second thread gains the trainer little, training uses fewer core-seconds beside rollout than alone. Therefore a
+second bound is recorded, without a target: the fewest core-seconds that training and decoding each took or can take,
+divided by the number of cores.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--jobs", default="chains,agents")
-    parser.add_argument("--bound", action="store_true", help="measure the bound anew, for the runs on record")
+    parser.add_argument("--bound", action="store_true", help="measure the bound again, for the recorded runs")
     arguments = parser.parse_args()
     jobs = arguments.jobs.split(",")
     targets: list[Target] = []
@@ -72,10 +71,10 @@ def main() -> None:
 
 
 def _runs(job: str, count: int, left: int) -> list[dict[str, Figures]]:
-    """All modes, so many times; `left` is how many runs there are to do in all, for those who wait."""
+    """Run all modes `count` times; `left` is the number of runs still to do in all jobs, for the progress message."""
     repeats: list[dict[str, Figures]] = []
     for repeat in range(count):
-        # Another order each time, so that a drift of the machine favours nobody.
+        # The order changes with each repeat, so that a drift of the machine favours no mode.
         order = list(MODES)[repeat:] + list(MODES)[:repeat]
         found: dict[str, Figures] = {}
         for mode in order:
@@ -114,16 +113,18 @@ def _targets(job: str, repeats: list[dict[str, Figures]], peak: float) -> list[T
 
 
 def bound(sync: Figures, peak: float, staleness: int = STALENESS) -> float:
-    """Seconds that a step must take, from what a synchronous run showed of its parts."""
+    """Least seconds of a step, from the trainer's time, tokens and longest trajectory of a synchronous run."""
     rollout = sync.tokens / sync.steps / (peak * (os.cpu_count() or 1))
     return max(sync.trainer_busy + rollout, sync.longest / (staleness + 1))
 
 
 def least_core_seconds(found: dict[str, Figures], peak: float) -> float:
-    """Seconds of a step if all cores did nothing but what has to be computed, at the least that it was seen to cost."""
+    """Seconds of a step if all cores only computed what is necessary, at the lowest cost that was measured."""
     sync, cores = found["sync"], os.cpu_count() or 1
     beside = min(one.trainer_busy for mode, one in found.items() if mode != "sync")
-    trainer = min(sync.trainer_busy * cores, beside * max(1, cores - 1))  # beside rollout it leaves a core to that
+    trainer = min(
+        sync.trainer_busy * cores, beside * max(1, cores - 1)
+    )  # beside rollout, the trainer leaves one core to it
     return (trainer + sync.tokens / sync.steps / peak) / cores
 
 

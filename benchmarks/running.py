@@ -1,4 +1,4 @@
-"""Whole runs as a user starts them, and their figures from what they wrote down."""
+"""Starts whole runs as a user does, and computes their figures from the files of the run directory."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ SECOND = 1e9
 
 @dataclass(kw_only=True)
 class Figures:
-    """One run, from its first published version to its last."""
+    """Figures of one run, from its first published version to its last."""
 
     seconds: float
     tokens: int
-    """Response tokens trained."""
+    """Trained response tokens."""
     steps: int
     occupancy: float
-    """Share that was work of the time in which slots could have worked (`core.time_accounting`)."""
+    """Share of the time in which slots could have worked that they did (`core.time_accounting`)."""
     trainer_busy: float
-    """Seconds a step that the trainer worked."""
+    """Seconds per step in which the trainer worked."""
     longest: float
-    """Seconds of the longest trajectory of a step, mean over steps."""
+    """Seconds of the longest trajectory of a step; mean over the steps."""
     context: float
-    """Tokens of the response before a token, mean over all tokens."""
+    """Number of response tokens before a token; mean over all tokens."""
     live_versions: int
     migrations: int
     staleness: dict[str, float]
     idle: dict[str, float]
     evaluations: list[tuple[int, float, float]] = field(default_factory=list)
-    """Version, seconds, accuracy."""
+    """Version, seconds and accuracy of each evaluation."""
     published: dict[int, float] = field(default_factory=dict)
-    """Seconds at which each version was there."""
+    """Seconds at which each version was published."""
     rewards: list[float] = field(default_factory=list)
-    """Mean of each step."""
+    """Mean reward of each step."""
     ledger: float = 0.0
-    """Seconds of processor time that writing the ledger took."""
+    """Processor seconds spent on writing the ledger."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -57,14 +57,14 @@ class Figures:
 
 
 def run(config: Path, **settings: object) -> Figures:
-    """`dora-rl train` in a folder of its own."""
+    """The figures of `dora-rl train` in a temporary directory."""
     with finished(config, **settings) as folder:
         return read(folder)
 
 
 @contextlib.contextmanager
 def finished(config: Path, **settings: object) -> Iterator[Path]:
-    """The folder of a finished run, for as long as it is looked at."""
+    """The run directory of a finished run, which is removed when the context ends."""
     with tempfile.TemporaryDirectory() as folder:
         command = command_of(config, Path(folder), **settings)
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -74,7 +74,7 @@ def finished(config: Path, **settings: object) -> Iterator[Path]:
 
 
 def command_of(config: Path, out: Path, **settings: object) -> list[str]:
-    """`dora-rl train` as a user would write it."""
+    """The command line of `dora-rl train`."""
     options = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
     command = [sys.executable, "-m", "dora_rl.apps.cli", "train", str(config), "--name", "run", "--out", str(out)]
     return [*command, *options]
@@ -136,7 +136,7 @@ def _context(lengths: list[int]) -> float:
 
 
 def _spent(activity: list[dict[str, Any]], begin: int, end: int) -> dict[str, Counter[str]]:
-    """Time by label of all slots together and of the trainer, in windows that lie in the run."""
+    """Time by label, for all slots together and for the trainer, in windows inside the measured part of the run."""
     spent: dict[str, Counter[str]] = defaultdict(Counter)
     for line in activity:
         if "who" not in line or line["start"] < begin or line["end"] > end or line["who"].startswith("evaluator"):
@@ -148,7 +148,7 @@ def _spent(activity: list[dict[str, Any]], begin: int, end: int) -> dict[str, Co
 
 
 def _longest(events: Path) -> float:
-    """How long the longest trajectory of each step took, from its start to its last token; mean over the steps."""
+    """Seconds of the longest trajectory of each step, from its start to its last token; mean over the steps."""
     config = json.loads(events.with_name("config.json").read_text())["config"]
     size = int(config["control"]["group_size"])
     begun: dict[int, int] = {}

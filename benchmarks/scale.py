@@ -1,10 +1,10 @@
-"""How costs grow: exponents from straight lines through logarithms.
+"""How costs grow with size: exponents of power laws, fitted as straight lines through logarithms.
 
     python -m benchmarks.scale [--quick]
 
-An exponent of 0 is a cost that does not grow, 1 one that grows in proportion. The orchestrator's events are measured on
-the simulator's laptop preset, with the load of an instance held constant as the fleet grows; the engine and the trainer
-on the 3M model with one thread, in its processor time.
+A cost with exponent 0 does not grow; one with exponent 1 grows in proportion. The orchestrator's events are measured on
+the simulator's preset `laptop`, with a constant load per instance as the fleet grows; the engine and the trainer are
+measured on the 3M model in the processor time of one thread.
 """
 
 from __future__ import annotations
@@ -121,14 +121,14 @@ _numbers = iter(range(1 << 40))
 
 
 def _submit(engine: Engine, batch: int, context: int) -> list[int]:
-    """So many requests that decode."""
+    """Submit a batch of requests and step until all of them decode."""
     some = [next(_numbers) for _ in range(batch)]
     for number in some:
         prompt = tuple(np.random.default_rng(number).integers(3, 120, context).tolist())
         request = Request(trajectory=number, version=0, prompt=prompt, sampling=Sampling(max_tokens=900))
         engine.submit(request)
     before = 0
-    while engine.stats.decoded - before < batch:  # until a step gives each of them a token
+    while engine.stats.decoded - before < batch:  # until one step gives each of them a token
         before = engine.stats.decoded
         engine.step()
     return some

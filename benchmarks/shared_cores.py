@@ -1,18 +1,18 @@
-"""The simulator's world on a machine whose processes share its cores.
+"""The simulator's runtime on a machine whose processes share its cores.
 
-The simulator gives every instance and the trainer devices of their own. On a CPU they are processes on the same cores,
-so this world slows them down by what the operating system gives them, and nothing else is changed: the orchestrator,
-the instances' batching and the trainer are those of `dora_rl.sim`.
+The simulator gives each instance and the trainer separate devices. On a CPU they are processes on the same cores, so
+this runtime slows them down to the share of the cores that the operating system gives them. Nothing else changes: the
+orchestrator, the batching of the instances and the trainer are those of `dora_rl.sim`.
 
-- The supervisor takes what the tokens that are being said cost it.
-- What is left is shared by weight, as Linux does it: instances are nicer than the trainer
-  (`runtime.launch.cpu_allocation`), and a level of niceness is worth a factor of 1.25. Nobody gets more
-  cores than it has threads.
-- Threads are given out as the runtime does (`runtime.launch.cpu_allocation.share`); what more threads are worth is
+- The supervisor uses a fixed amount of processor time for each generated token.
+- The rest is shared by weight, as Linux does it: instances have a higher niceness than the trainer
+  (`runtime.launch.cpu_allocation`), and one level of niceness changes the weight by a factor of 1.25. No process gets
+  more cores than it has threads.
+- Threads are allocated as in the runtime (`runtime.launch.cpu_allocation.share`); the speed-up by more threads is
   measured.
 - A call of the trainer keeps the speed with which it began.
 
-Every number in `Measured` is a time that `benchmarks.reality` takes on this machine with the parts alone.
+Every number in `Measured` is a time that `benchmarks.reality` measures on this machine for one component by itself.
 """
 
 from __future__ import annotations
@@ -35,57 +35,58 @@ from dora_rl.sim.workload import Source
 
 _ROUNDS = 8
 _NEVER = dict.fromkeys(("load", "move", "score", "tool", "heartbeat", "progress", "train", "stall"), 1e7)
-"""Nothing fails here."""
+"""Deadlines that never pass, since nothing fails here."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Seconds, of one core unless said otherwise."""
+    """Costs in seconds, on one core unless a field's docstring says otherwise."""
 
     step_base: float
-    """Of a decode step, whatever its batch."""
+    """Fixed cost of a decode step."""
     per_request: float
+    """Cost of each request in a decode step."""
     per_token: float
-    """Of context."""
-    per_said: float
-    """Of the supervisor and the judges, for each token that is generated."""
+    """Cost of each token of context in a decode step."""
+    per_generated: float
+    """Cost of the supervisor and the reward workers for each generated token."""
     train_call: float
-    """Of a call of the trainer with finished groups."""
+    """Fixed cost of a call of the trainer with finished groups."""
     train_token: float
     apply: float
     durable: float
-    """From an event to its being on disk; nobody computes meanwhile."""
+    """From an event until it is on disk; nothing is computed in the meantime."""
     score: float
     """From the end of a response to its reward."""
     publish: float
     load: float
     move: float
-    """Of a bundle of requests."""
+    """Cost of moving one KV bundle."""
     decode_speed: float
-    """Of an instance with all cores to itself, times that with one."""
+    """Speed of an instance alone on all cores, as a multiple of its speed on one."""
     train_speed: float
-    """Of the trainer, the same."""
+    """Speed of the trainer alone on all cores, as a multiple of its speed on one."""
 
 
 class MeasuredCosts(Costs):
-    """The simulator's costs; a call of the trainer has a fixed part."""
+    """The simulator's costs, with a fixed cost for each call of the trainer."""
 
-    def __init__(self, config: SimConfig, measured: Measured, world: SharedCores) -> None:
+    def __init__(self, config: SimConfig, measured: Measured, runtime: SharedCores) -> None:
         super().__init__(config)
         self._measured = measured
-        self._world = world
+        self._runtime = runtime
 
     def train(self, tokens: int, devices: int) -> float:
         del devices
-        return (self._measured.train_call + self._measured.train_token * tokens) / self._world.trainer_speed()
+        return (self._measured.train_call + self._measured.train_token * tokens) / self._runtime.trainer_speed()
 
 
 class SharedInstance(SimInstance):
-    """An instance that has a part of a core."""
+    """An instance that has a share of a core."""
 
     speed = 1.0
     _rest = 0.0
-    """Of a nanosecond, worked and not yet counted: others' changes may come every few nanoseconds."""
+    """Fraction of a nanosecond of work that is not yet counted: `advance` may be called every few nanoseconds."""
 
     def advance(self, now: Nanoseconds) -> None:
         whole, self._rest = divmod((now - self._since) * self.speed + self._rest, 1.0)
@@ -104,12 +105,12 @@ class SharedInstance(SimInstance):
 
     @property
     def rate(self) -> float:
-        """Tokens a second, were a core its own."""
+        """Tokens per second on a whole core."""
         return self._active / self._pace()[0]
 
 
 class InOrder(Source):
-    """A trace in its own order, since the run that it predicts had the same prompts in the same order."""
+    """A trace in its recorded order, because the predicted run had the same prompts in the same order."""
 
     def _trace_group(self, prompt: int) -> int:
         assert self._groups is not None
@@ -117,14 +118,14 @@ class InOrder(Source):
 
 
 class SharedCores(Meter):
-    """Instances and a trainer on so many cores."""
+    """Instances and a trainer that share a number of cores."""
 
     def __init__(self, config: SimConfig, measured: Measured, cores: int) -> None:
         self._cores = cores
         self._overlap = config.control.mode != "sync"
-        nicer = niceness(cores, config.devices - (config.trainer_devices or 0), overlap=self._overlap)
-        self._weight = 1.25**-nicer
-        """Of an instance, if the trainer's is 1."""
+        levels = niceness(cores, config.devices - (config.trainer_devices or 0), overlap=self._overlap)
+        self._weight = 1.25**-levels
+        """Weight of an instance; the trainer's is 1."""
         self._measured = measured
         super().__init__(config, "disaggregated", keep_segments=False, progress=None)
         self.costs = MeasuredCosts(config, measured, self)
@@ -139,13 +140,13 @@ class SharedCores(Meter):
             max_requests=rollout.max_requests,
             kv_tokens=self.costs.kv_tokens,
             shares_trainer=shares_trainer,
-            decode=DecodeCost(),  # an engine does not know its costs when it joins
+            decode=DecodeCost(),  # an engine does not know its decode cost when it joins
         )
         self.instances[spec.instance] = SharedInstance(spec, self.costs, self.now, keep_segments=keep_segments)
         self._events.append(e.InstanceJoined(spec=spec))
 
     def trainer_speed(self) -> float:
-        """Of a call that begins now."""
+        """Speed of a call that begins now."""
         return self._speeds(training=True)[0]
 
     def _schedule_dirty(self) -> None:
@@ -158,14 +159,14 @@ class SharedCores(Meter):
         super()._schedule_dirty()
 
     def _speeds(self, *, training: bool) -> tuple[float, float]:
-        """Of the trainer and of each instance that works, as the cores are shared now."""
+        """Speed of the trainer and of each working instance with the current sharing of the cores."""
         here = self._shared()
         working = [instance for instance in here if instance.works]
         threads = share(self._cores, len(here), len(working), trainer_busy=training, overlap=self._overlap)
-        said = self._measured.per_said * sum(instance.rate for instance in working)
+        supervisor = self._measured.per_generated * sum(instance.rate for instance in working)
         trainer, each = 0.0, 1.0
-        for _ in range(_ROUNDS):  # what the supervisor takes depends on what it leaves
-            left = self._cores - min(1.0, said * each)
+        for _ in range(_ROUNDS):  # the supervisor's share depends on the share that it leaves
+            left = self._cores - min(1.0, supervisor * each)
             if training:
                 weighed = left / (1 + self._weight * len(working))
                 trainer = min(threads.trainer, max(weighed, left - threads.instance * len(working)))
@@ -176,7 +177,7 @@ class SharedCores(Meter):
         )
 
     def _worth(self, threads: int, of_all: float) -> float:
-        """Speed with so many threads, on the line between one and all."""
+        """Speed with a number of threads, interpolated linearly between one thread and all cores."""
         if self._cores == 1:
             return 1.0
         return 1.0 + (of_all - 1.0) * (threads - 1) / (self._cores - 1)
@@ -186,9 +187,9 @@ class SharedCores(Meter):
 
 
 def sim_config(control: dict[str, Any], engine: dict[str, Any], instances: int, trace: str, m: Measured) -> SimConfig:
-    """The simulator's config for which its cost model gives the measured costs.
+    """A simulator config whose cost model gives the measured costs.
 
-    A token of context is one byte, and weights weigh nothing, so that rates are times turned upside down.
+    A token of context is one byte and weights take no memory, so each rate is the inverse of a measured time.
     """
     unit = 1e9
     return SimConfig.model_validate(
@@ -224,10 +225,10 @@ def sim_config(control: dict[str, Any], engine: dict[str, Any], instances: int, 
 
 
 def predict(config: SimConfig, measured: Measured, cores: int, heartbeat: float) -> Result:
-    """The orchestrator of production against this world, whose instances say so often how far they are."""
+    """Drive the production orchestrator with this runtime; instances report progress at the heartbeat interval."""
     often = config.control.model_copy(update={"rebalance_seconds": heartbeat})
-    world = SharedCores(config.model_copy(update={"control": often}), measured, cores)
-    drive(Orchestrator(config.control), world)
-    world.close()
+    runtime = SharedCores(config.model_copy(update={"control": often}), measured, cores)
+    drive(Orchestrator(config.control), runtime)
+    runtime.close()
     variant = Variant(name=config.control.mode, mode=config.control.mode, staleness=config.control.max_staleness)
-    return world.result(variant, config.control, "disaggregated")
+    return runtime.result(variant, config.control, "disaggregated")

@@ -1,10 +1,10 @@
-"""How much of what `dora` gains on agents hangs on the size of a step: `sync` and `dora` over groups a step, once each.
+"""How the gain of `dora` on the job `agents` depends on the size of a step: `sync` and `dora`, one run of each size.
 
     python -m benchmarks.sizes [--groups 16,32,48,96] [--steps 12]
 
-With few groups there is little to compute while tools are waited for: the gain is large, and instances idle all the
-same. With many, computing takes as long as the tools do: instances are busy, and there is less waiting to remove.
-`benchmarks.run` measures one size of these three times over, in all modes.
+With few groups there is little to compute while requests wait for tools: the gain is large, but instances still idle.
+With many groups computing takes as long as the tools: instances are busy, and there is less waiting to remove.
+`benchmarks.run` measures one of these sizes three times in all modes.
 """
 
 from __future__ import annotations

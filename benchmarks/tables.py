@@ -1,4 +1,4 @@
-"""Paragraphs and tables of the page, as Markdown."""
+"""Paragraphs and tables of the benchmark page in Markdown."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Content = dict[str, Any]
 
 
 def prose(text: str) -> str:
-    """A paragraph, however it was broken into lines."""
+    """A paragraph on one line."""
     return " ".join(text.split())
 
 

@@ -1,10 +1,10 @@
-"""Our own modes on light, medium and heavy tails of lengths: speed, occupancy, idle by cause, staleness, lower bound.
+"""Our own modes with light, medium and heavy tails of lengths: speed, occupancy, idle causes, staleness, lower bound.
 
     python -m benchmarks.tails [--quick] [--repeats N] [--steps N] [--tails light,medium,heavy] [--variants sync,...]
 
 Learning is switched off (see jobs/chains.toml), so that every mode generates the same responses to the same prompts and
-only the schedule differs. The tails have about the same mean. The first synchronous run of each tail leaves its lengths
-as a trace under results/, which `benchmarks.reality` predicts all cells from.
+only the schedule differs. The tails have about the same mean. The lengths of the first synchronous run of each tail are
+written to results/traces, from which `benchmarks.reality` predicts all cells.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ VARIANTS: dict[str, dict[str, object]] = {
 }
 QUICK = ("sync", "one_step_off", "partial K=4", "dora K=1", "dora K=4")
 STEPS = {True: 10, False: 40}
-"""Of a run; with 40 the beginning and the end, where fewer versions are live, weigh little."""
+"""Steps of a quick and of a full run; of 40, the first and last ones, with fewer live versions, weigh little."""
 
 Found = dict[str, list[dict[str, Figures]]]
-"""By tail: for each repeat the figures by variant."""
+"""By tail: for each repeat, the figures by variant."""
 
 
 def staleness(variant: str) -> int:
-    """The bound of a variant."""
+    """The staleness bound of a variant."""
     return {"sync": 0, "one_step_off": 1}.get(variant) or int(str(VARIANTS[variant].get("control.max_staleness", 0)))
 
 
@@ -66,7 +66,7 @@ def main() -> None:
     for repeat in range(repeats):
         for tail in tails:
             cells: dict[str, Figures] = {}
-            # Another order each time, so that a drift of the machine favours nobody.
+            # The order changes with each repeat, so that a drift of the machine favours no mode.
             for variant in asked[tail][repeat:] + asked[tail][:repeat]:
                 tick(done, total, f"{tail} tail, {variant}, repeat {repeat + 1} of {repeats}")
                 cells[variant] = _run(tail, variant, steps, write_trace=variant == "sync" and not repeat)
@@ -90,7 +90,7 @@ def _run(tail: str, variant: str, steps: int, *, write_trace: bool) -> Figures:
 
 
 def _write_trace(tail: str, groups: list[list[int]]) -> None:
-    """As `dora-rl plan` reads it."""
+    """Write a trace in the format of `dora-rl plan`."""
     lines = [
         json.dumps({"response_tokens": tokens, "prompt_tokens": 7, "group": group})
         for group, some in enumerate(groups)
@@ -143,7 +143,7 @@ def _trace(tail: str) -> list[list[int]]:
 
 
 def _ratios(found: Found) -> list[Ratio]:
-    """Each variant over sync, and the placement rules over each other."""
+    """Each variant over `sync`, and one placement rule over the other."""
     ratios = []
     for tail, repeats in found.items():
         variants = list(repeats[0])

@@ -1,13 +1,14 @@
-"""The update of a step, ours against TRL's on the same batch, and the time from published to served.
+"""Our update of a step against TRL's on the same batch, and the time from publishing a version to serving it.
 
     python -m benchmarks.trainer [--repeats 2] [--models 3m,smollm2]
 
-Each measurement is a process of its own, so that its peak memory is its own; ours and TRL's alternate. What is
-measured is all gradients of a step and the optimiser's update; no generation, no rewards. TRL pads all completions of
-a step to the longest before it cuts them into micro-batches, so its micro-batch hardly changes its speed, and it gets
-the one that needs the least memory: one completion. Ours gets as many tokens as that one row has. Neither recomputes
-activations. Memory is the peak of the process above what it had before its first step, so that imports do not count
-for either side. One thread by default: on a shared machine two threads measure the neighbours.
+Each measurement runs in a separate process, so that its peak memory is separate too; the two sides alternate. The
+measurement covers all gradients of a step and the optimiser's update, without generation and rewards. TRL pads all
+completions of a step to the longest before it splits them into micro-batches, so the size of a micro-batch hardly
+changes its speed, and TRL gets the size that needs the least memory: one completion. Our micro-batch has as many tokens
+as that one row. Neither side recomputes activations. Memory is the peak of the process above its memory before the
+first step, so that imports count for neither side. The default is one thread: on a shared machine, two threads would
+measure the load of other programs.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ import torch
 
 RESULTS = Path(__file__).parent / "results" / "trainer.json"
 GROUP, PROMPT = 8, 64
-# Completions, median and longest length. SmolLM2 gets fewer and shorter ones: TRL needs a minute for them as it is.
+# Completions, median and longest length. SmolLM2 gets fewer and shorter ones: TRL still needs a minute for them.
 BATCHES = {"3m": (64, 64, 1024), "smollm2": (8, 48, 512)}
-STEPS = {"3m": 2, "smollm2": 1}  # the last is measured; a step of SmolLM2 is long enough to need no warming up
+STEPS = {"3m": 2, "smollm2": 1}  # the last is measured; a step of SmolLM2 is long enough to need no warm-up
 
 
 def make_model(name: str) -> Any:
@@ -75,12 +76,12 @@ def make_groups(name: str, lengths: str, version: int) -> list[Any]:
         prompt = random.integers(1, vocabulary, PROMPT)
         siblings = []
         for sibling in range(GROUP):
-            place = number * GROUP + sibling
-            response = random.integers(1, vocabulary, sizes[place])
+            index = number * GROUP + sibling
+            response = random.integers(1, vocabulary, sizes[index])
             tokens = np.concatenate([prompt, response]).astype(np.int32)
             siblings.append(
                 Trajectory(
-                    id=place,
+                    id=index,
                     version=version,
                     tokens=tokens,
                     loss_mask=np.arange(len(tokens)) >= PROMPT,
@@ -93,7 +94,7 @@ def make_groups(name: str, lengths: str, version: int) -> list[Any]:
 
 
 class PeakMemory:
-    """Highest resident memory of this process above that at the start, sampled every 5 ms."""
+    """Peak resident memory of this process above its memory at the start, sampled every 5 ms."""
 
     def __init__(self, kind: str = "VmRSS") -> None:
         self.kind = kind
@@ -180,7 +181,7 @@ def measure_trl(name: str, lengths: str) -> dict[str, float]:
 
 
 def measure_publish(name: str, lengths: str) -> dict[str, float]:
-    """From the end of a step to an instance that holds the proven weights, and its parts."""
+    """Time from the end of a step until an instance holds the verified weights, and the time of each stage."""
     from dora_rl.trainer.config import TrainerConfig
     from dora_rl.trainer.trainer import Trainer
     from dora_rl.weights.store import WeightStore
@@ -193,7 +194,7 @@ def measure_publish(name: str, lengths: str) -> dict[str, float]:
         best: dict[str, float] = {}
         for version in range(5):
             trainer.version = version
-            # Private memory only: the one copy in the store is shared by all who map it.
+            # Private memory only: all processes that map the copy in the store share it.
             with PeakMemory("RssAnon") as memory:
                 begin = time.perf_counter()
                 trainer.publish(version, store)
@@ -225,16 +226,16 @@ def measure_publish(name: str, lengths: str) -> dict[str, float]:
 
 def copying_alone(model: Any) -> float:
     """Seconds to write the weights once into a new file in shared memory, and nothing else."""
-    parts = [parameter.detach().flatten().view(torch.uint8).numpy() for parameter in model.parameters()]
+    arrays = [parameter.detach().flatten().view(torch.uint8).numpy() for parameter in model.parameters()]
     with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
         begin = time.perf_counter()
-        size = sum(len(part) for part in parts)
+        size = sum(len(array) for array in arrays)
         os.posix_fallocate(file.fileno(), 0, size)
         with mmap.mmap(file.fileno(), size) as memory:
             target, offset = np.frombuffer(memory, dtype=np.uint8), 0
-            for part in parts:
-                target[offset : offset + len(part)] = part
-                offset += len(part)
+            for array in arrays:
+                target[offset : offset + len(array)] = array
+                offset += len(array)
             seconds = time.perf_counter() - begin
             del target
     return seconds
@@ -244,7 +245,7 @@ MEASURES = {"ours": measure_ours, "trl": measure_trl, "publish": measure_publish
 
 
 def run(what: str, name: str, lengths: str) -> dict[str, float]:
-    """One measurement in a process of its own."""
+    """One measurement in a separate process."""
     command = [sys.executable, "-m", "benchmarks.trainer", "--measure", what, name, lengths]
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
@@ -255,7 +256,7 @@ def run(what: str, name: str, lengths: str) -> dict[str, float]:
 
 
 def compare(name: str, lengths: str, repeats: int) -> dict[str, Any]:
-    """Ours and TRL's alternating; medians and their ratio."""
+    """Measure both sides in turn; returns medians and their ratio."""
     rows: dict[str, list[dict[str, float]]] = {"ours": [], "trl": []}
     for repeat in range(repeats):
         for what in ("ours", "trl") if repeat % 2 == 0 else ("trl", "ours"):
@@ -293,7 +294,7 @@ def main() -> None:
         print(json.dumps(MEASURES[what](name, lengths)))
         return
     models = arguments.models.split(",")
-    os.environ["OMP_NUM_THREADS"] = str(arguments.threads)  # for the processes that measure
+    os.environ["OMP_NUM_THREADS"] = str(arguments.threads)  # read by the measuring processes
     rows, targets = [], []
     for name in models:
         for lengths in ("long-tailed", "equal"):

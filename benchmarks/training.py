@@ -2,11 +2,11 @@
 
     python -m benchmarks.training [--quick] [--jobs heavy,light,smollm2] [--repeats N]
 
-Ours and TRL's alternate; a ratio is taken within a repeat. What TRL is told is derived from the config that ours runs
-with, so the two can't differ. TRL generates with `transformers`, its default, and runs in a Python of its own
-($TRL_PYTHON, `.venv-trl` by default). The clocks of both run from their first version to their last: imports, loading
-and saving for the evaluation count for neither. Held-out accuracy is measured afterwards, on the saved weights of both,
-by the code of `dora-rl eval` with the same random numbers.
+The two sides alternate, and each ratio is taken within one repeat. TRL's settings are derived from the config of our
+run, so the two can't differ. TRL generates with `transformers`, its default, and runs in a separate Python
+environment ($TRL_PYTHON, `.venv-trl` by default). Both clocks run from the first version to the last, so imports,
+loading, and saving weights for the evaluation count for neither side. Held-out accuracy is measured afterwards on the
+saved weights of both sides, by the code of `dora-rl eval` and with the same random numbers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SUMS = ROOT / "benchmarks" / "jobs" / "sums.toml"
 TRL = os.environ.get("TRL_PYTHON", str(ROOT / ".venv-trl" / "bin" / "python"))
 CORES = os.cpu_count() or 1
 LIMIT = 1200.0
-"""Seconds for one run of either side."""
+"""Time limit in seconds for one run of either side."""
 SHUT_DOWN = 10.0
 
 
@@ -56,17 +56,17 @@ class Job:
     config: Path
     settings: dict[str, object] = field(default_factory=dict)
     steps: tuple[int, int]
-    """In a quick run and in a full one."""
+    """Steps of a quick run and of a full one."""
     points: int
-    """Evaluations after the first: at equal distances, the last at the end."""
+    """Number of evaluations after the first one, at equal distances, the last at the end of the run."""
     micro_batch: int
-    """Completions in one of TRL's passes; it hardly matters, since all are padded to the longest of the step."""
+    """Completions in one of TRL's passes. It hardly matters, since TRL pads all to the longest of the step."""
     aim: float
-    """Trained tokens/s, times TRL's."""
+    """Aim for our trained tokens/s, as a multiple of TRL's."""
 
 
 _CONSTANT: dict[str, object] = {
-    "trainer.optimiser.schedule": "constant",  # TRL's falling schedules end at zero, ours where it is told
+    "trainer.optimiser.schedule": "constant",  # TRL's decaying schedules end at zero, ours at a configured value
     "evaluation.every": 0,
     "logging.tensorboard": False,
     "logging.samples": 0,
@@ -76,8 +76,8 @@ JOBS = {
     "heavy": Job(config=QUICKSTART, settings=_CONSTANT, steps=(2, 12), points=3, micro_batch=16, aim=10.0),
     "light": Job(
         config=QUICKSTART,
-        # With K = 3 the first four of twelve steps are trained on what the first version said, which a light tail does
-        # not make up for: it was 15 points behind TRL after equal steps.
+        # With K = 3 the first four of twelve steps are trained on responses of the first version, which a light tail
+        # does not make up for: accuracy was 15 points behind TRL's after equal steps.
         settings=_CONSTANT | {"data.params.tail": "light", "control.max_staleness": 1},
         steps=(3, 12),
         points=3,
@@ -93,11 +93,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--jobs", default=",".join(JOBS))
     parser.add_argument("--repeats", type=int, default=0, help="2 by default, 1 in a quick run")
-    parser.add_argument("--steps", type=int, default=0, help="of every job, instead of its own")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for both sides of every job")
+    parser.add_argument("--steps", type=int, default=0, help="steps of every job, in place of its own number")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="a setting for both sides of every job"
+    )
     given = parser.parse_args()
     if not Path(TRL).exists():
-        reason = f"there is no {shown(TRL)}: `make .venv-trl/.installed` makes it"
+        reason = f"there is no {shown(TRL)}: `make .venv-trl/.installed` creates it"
         publish("training", [], {"not run": reason}, quiet=True)
         return
     repeats = given.repeats or (1 if given.quick else 2)
@@ -113,14 +115,14 @@ def main() -> None:
         for repeat in range(repeats):
             done = 3 * (repeats * names.index(name) + repeat)
             found.append(_repeat(name, job, steps, repeat, (done, total)))
-        figures["jobs"][name] = {"settings": _told(job, steps), "repeats": found}
+        figures["jobs"][name] = {"settings": _shown_settings(job, steps), "repeats": found}
         ratios += _ratios(name, job, found)
     figures["ratios"] = [asdict(ratio) for ratio in ratios]
     publish("training", aims(ratios), figures)
 
 
 def _repeat(name: str, job: Job, steps: int, repeat: int, progress: tuple[int, int]) -> dict[str, Any]:
-    """Both sides once, the other one first each time, and their accuracy."""
+    """Run both sides once and measure their accuracy; the side that runs first alternates between repeats."""
     done, total = progress
     sides = {"ours": _ours, "trl": _trl}
     with tempfile.TemporaryDirectory() as folder:
@@ -150,14 +152,14 @@ def _resolved(job: Job, steps: int) -> RunConfig:
     return read_config(job.config, [f"{key}={value}" for key, value in _settings(job, steps).items()])
 
 
-def _told(job: Job, steps: int) -> dict[str, Any]:
-    """What both sides were told, for the page."""
+def _shown_settings(job: Job, steps: int) -> dict[str, Any]:
+    """The settings of both sides, as the page shows them."""
     config = _resolved(job, steps)
-    told: dict[str, Any] = dict(_for_trl(job, config, 0, [], Path()))
-    told = {key: value for key, value in told.items() if key not in ("data", "out", "seed", "save")}
+    shared: dict[str, Any] = dict(_for_trl(job, config, 0, [], Path()))
+    shared = {key: value for key, value in shared.items() if key not in ("data", "out", "seed", "save")}
     for key in ("model", "reward"):
-        told[key] = shown(told[key])
-    return told | {"mode": config.control.mode, "max_staleness": config.control.max_staleness}
+        shared[key] = shown(shared[key])
+    return shared | {"mode": config.control.mode, "max_staleness": config.control.max_staleness}
 
 
 # -- the two sides ----------------------------------------------------------------------------------------------
@@ -165,8 +167,7 @@ def _told(job: Job, steps: int) -> dict[str, Any]:
 
 def _ours(job: Job, steps: int, seed: int, out: Path) -> dict[str, Any]:
     command = command_of(job.config, out, **_settings(job, steps), seed=seed, **{"data.seed": seed})
-    said, wall, watch = _watched(command, out)
-    del said
+    _, wall, watch = _watched(command, out)
     folder = out / "run"
     found = read(folder)
     policies = recorded.policies(RunDir.open(folder))
@@ -193,8 +194,8 @@ def _trl(job: Job, steps: int, seed: int, out: Path) -> dict[str, Any]:
     (out / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (out / "settings.json").write_text(json.dumps(_for_trl(job, config, seed, saved, out)))
     script = Path(__file__).parent / "peers" / "trl_run.py"
-    said, wall, watch = _watched([TRL, str(script), str(out / "settings.json")], out)
-    done = [json.loads(line[5:]) for line in said.splitlines() if line.startswith("STEP ")]
+    output, wall, watch = _watched([TRL, str(script), str(out / "settings.json")], out)
+    done = [json.loads(line[5:]) for line in output.splitlines() if line.startswith("STEP ")]
     some = sorted(length for step in done for length in step["lengths"])
     return {
         "tokens": sum(some),
@@ -206,7 +207,7 @@ def _trl(job: Job, steps: int, seed: int, out: Path) -> dict[str, Any]:
         "median": statistics.median(some),
         "p99": some[int(len(some) * 0.99)],
         "points": [(step, done[step - 1]["seconds"], str(out / f"step-{step}")) for step in saved],
-        "versions": json.loads(next(line[9:] for line in said.splitlines() if line.startswith("VERSIONS "))),
+        "versions": json.loads(next(line[9:] for line in output.splitlines() if line.startswith("VERSIONS "))),
     }
 
 
@@ -236,7 +237,7 @@ def _for_trl(job: Job, config: RunConfig, seed: int, save: list[int], out: Path)
 
 
 def _rows(config: RunConfig, base: Path, seed: int) -> list[Any]:
-    """The training rows as the source gives them, in another order for each seed."""
+    """The training rows of the source, shuffled by the seed."""
     file, _, function = config.data.source.partition(":")
     spec = importlib.util.spec_from_file_location("task", base / file)
     assert spec is not None
@@ -250,7 +251,7 @@ def _rows(config: RunConfig, base: Path, seed: int) -> list[Any]:
 
 
 def _watched(command: list[str], out: Path) -> tuple[str, float, Watch]:
-    """Run a side; what it printed, its seconds in all, and what it used."""
+    """Run one side. Returns its output, its total seconds, and the memory and processor time that it used."""
     environment = os.environ | {
         "OMP_NUM_THREADS": str(CORES),
         "HF_HUB_OFFLINE": "1",
@@ -258,8 +259,8 @@ def _watched(command: list[str], out: Path) -> tuple[str, float, Watch]:
         "TRL_EXPERIMENTAL_SILENCE": "1",
     }
     begin = time.monotonic()
-    with (out / "stdout").open("w") as said, (out / "stderr").open("w") as wrong:
-        process = subprocess.Popen(command, stdout=said, stderr=wrong, env=environment)
+    with (out / "stdout").open("w") as output, (out / "stderr").open("w") as errors:
+        process = subprocess.Popen(command, stdout=output, stderr=errors, env=environment)
         with Watch(process.pid) as watch:
             try:
                 code = process.wait(LIMIT)
@@ -276,7 +277,7 @@ def _watched(command: list[str], out: Path) -> tuple[str, float, Watch]:
 
 
 def _evaluate(job: Job, result: dict[str, Any]) -> None:
-    """Accuracy at all points of both, in one process; a curve begins with the model that training began with."""
+    """Measure the accuracy at all points of both sides in one process; a curve begins with the initial model."""
     start = str(_resolved(job, 1).model.path)
     models = [start, *(path for side in ("ours", "trl") for *_, path in result[side]["points"])]
     options = [part for key, value in job.settings.items() for part in (f"--{key}", str(value))]
@@ -294,7 +295,7 @@ def _evaluate(job: Job, result: dict[str, Any]) -> None:
 
 
 def seconds_to(curve: list[tuple[int, float, float]], goal: float) -> float | None:
-    """When a curve first reaches an accuracy, by straight lines between its points."""
+    """Time at which a curve first reaches an accuracy, interpolated linearly between its points."""
     for (_, before, low), (_, after, high) in itertools.pairwise(curve):
         if low < goal <= high:
             return before + (after - before) * (goal - low) / (high - low)
@@ -302,7 +303,7 @@ def seconds_to(curve: list[tuple[int, float, float]], goal: float) -> float | No
 
 
 def clear_rise(accuracy: float, prompts: int) -> float:
-    """What two shares of right answers must differ by: two standard deviations of a difference by chance."""
+    """Smallest difference of two shares of right answers that counts: two standard deviations of chance."""
     return 2 * math.sqrt(2 * accuracy * (1 - accuracy) / prompts)
 
 

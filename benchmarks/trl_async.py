@@ -1,9 +1,9 @@
-"""Does TRL's asynchronous GRPO with a vLLM server run on this machine, unmodified? If so, how fast; if not, why.
+"""Checks whether TRL's asynchronous GRPO with a vLLM server runs unmodified on this machine: its speed, or the error.
 
     python -m benchmarks.trl_async [--quick]
 
-The server is `vllm serve` of $VLLM_PYTHON's environment, the trainer that of $TRL_PYTHON; neither is changed. What
-either says when it fails is the reason that is reported. The job is the quickstart's with a light tail.
+The server is `vllm serve` from the environment of $VLLM_PYTHON, the trainer is that of $TRL_PYTHON; neither is
+changed. If one of them fails, its last error is the reported reason. The job is the quickstart's with a light tail.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parent.parent
 VLLM = os.environ.get("VLLM_PYTHON", str(ROOT / ".venv-vllm" / "bin" / "python"))
 PORT = 18611
 START_UP = 180.0
-"""Seconds for the server; it loads in half a minute when it does."""
+"""Seconds that the server may take to start; where it works, it takes half a minute."""
 TRAINING = 180.0
 STEPS = 3
 
@@ -40,7 +40,7 @@ def main() -> None:
     parser.parse_args()
     missing = [python for python in (TRL, VLLM) if not Path(python).exists()]
     if missing:
-        publish("trl_async", [], {"not run": f"there is no {shown(missing[0])}: `make bench` makes it"}, quiet=True)
+        publish("trl_async", [], {"not run": f"there is no {shown(missing[0])}: `make bench` creates it"}, quiet=True)
         return
     with tempfile.TemporaryDirectory() as folder:
         publish("trl_async", [], _try(Path(folder)), quiet=True)
@@ -57,7 +57,7 @@ def _try(out: Path) -> dict[str, Any]:
     server = _begin([*command, *options], out / "server.log")
     try:
         if not _serves(server):
-            return {"not run": f"`vllm serve` did not come up: {_reason(out / 'server.log')}"}
+            return {"not run": f"`vllm serve` did not start: {_reason(out / 'server.log')}"}
         tick(1, 2, "training")
         script = Path(__file__).parent / "peers" / "trl_async_run.py"
         address = f"http://localhost:{PORT}"
@@ -73,8 +73,8 @@ def _try(out: Path) -> dict[str, Any]:
     log = (out / "trainer.log").read_text(errors="replace")
     steps = [json.loads(line[5:]) for line in log.splitlines() if line.startswith("STEP ")]
     if code or not steps:
-        said = _reason(out / "trainer.log") if code else f"no step was done in {TRAINING:.0f} s"
-        return {"not run": f"`AsyncGRPOTrainer` failed: {said}"}
+        reason = _reason(out / "trainer.log") if code else f"no step finished in {TRAINING:.0f} s"
+        return {"not run": f"`AsyncGRPOTrainer` failed: {reason}"}
     return {"steps": steps, "seconds a step": steps[-1]["seconds"] / steps[-1]["step"]}
 
 
@@ -90,7 +90,7 @@ def _begin(command: list[str], log: Path) -> subprocess.Popen[bytes]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """It and all that it started."""
+    """End the process and everything that it started."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -108,10 +108,10 @@ def _serves(server: subprocess.Popen[bytes]) -> bool:
 
 
 def _reason(log: Path) -> str:
-    """The last error that it named."""
+    """The last error in a log."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if re.search(r"\b\w*(Error|Exception|NotFound)\b", line)]
-    found = (errors or lines or ["it said nothing"])[-1]
+    found = (errors or lines or ["it printed nothing"])[-1]
     return re.sub(r"^.*?(?=\b[\w.]*(Error|Exception|NotFound)\b)", "", found)[:300]
 
 

@@ -1,7 +1,7 @@
-"""vLLM on the CPU, in an environment of its own: tokens/s at fixed lengths. Started by benchmarks.engine.
+"""Tokens/s of vLLM on the CPU at fixed lengths. `benchmarks.engine` starts it in vLLM's environment.
 
 argv: model folder, eager or compiled, tokens of a response, comma-separated batches, repeats. Prints a JSON line
-after each batch, with all rates so far.
+with all rates so far after each batch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 def main() -> None:
     folder, mode, tokens, batches, repeats = sys.argv[1:6]
-    import vllm  # lives in an environment of its own
+    import vllm  # installed in a separate environment
 
     engine: Any = vllm.LLM(
         model=folder,
@@ -37,7 +37,7 @@ def main() -> None:
             done = engine.generate(given, params, use_tqdm=False)
             seconds = time.perf_counter() - start
             made = sum(len(one.outputs[0].token_ids) for one in done)
-            if repeat:  # the first one warms up
+            if repeat:  # the first repeat warms up
                 rates.setdefault(str(batch), []).append(made / seconds)
         print("RATES " + json.dumps(rates), flush=True)
 

@@ -1,4 +1,4 @@
-"""The benchmark command: what fails is reported, what is compared is compared fairly, pages come from files alone."""
+"""The benchmark command: it reports failures, compares fairly, and writes the page from the results files alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks import bench, page, progress
+from benchmarks import bench, page, plots, progress
 from benchmarks.compare import NOISE, Spread, compare, noise
 from benchmarks.machine import describe
 from benchmarks.scale import exponent
@@ -19,7 +19,7 @@ COSTS = Measured(
     step_base=1e-3,
     per_request=1e-4,
     per_token=1e-8,
-    per_said=0.0,
+    per_generated=0.0,
     train_call=1e-3,
     train_token=2e-5,
     apply=1e-3,
@@ -51,35 +51,35 @@ def predicted(tmp_path: Path, cores: int, staleness: int = 2) -> float:
 
 
 def test_processes_that_share_cores_are_slower_and_enough_cores_change_nothing(tmp_path: Path) -> None:
-    # Three instances, the trainer and the supervisor.
+    # Five processes: three instances, the trainer and the supervisor.
     two, five, forty = (predicted(tmp_path, cores) for cores in (2, 5, 40))
     assert two < 0.8 * five
     assert forty == pytest.approx(five)
 
 
-def test_a_prediction_is_the_same_each_time(tmp_path: Path) -> None:
+def test_predictions_are_deterministic(tmp_path: Path) -> None:
     assert predicted(tmp_path, 2) == predicted(tmp_path, 2)
 
 
-def test_an_exponent_is_that_of_the_power_law() -> None:
+def test_the_exponent_of_a_power_law_is_recovered() -> None:
     slope, error = exponent([1, 2, 4, 8], [3 * n**0.7 for n in (1, 2, 4, 8)])
     assert slope == pytest.approx(0.7)
     assert error == pytest.approx(0.0, abs=1e-9)
 
 
-def test_time_to_an_accuracy_is_read_between_the_points_and_never_beyond_them() -> None:
+def test_time_to_an_accuracy_is_interpolated_and_never_extrapolated() -> None:
     curve = [(0, 0.0, 0.4), (4, 10.0, 0.6), (8, 20.0, 0.5), (12, 30.0, 0.7)]
     assert seconds_to(curve, 0.5) == pytest.approx(5.0)
     assert seconds_to(curve, 0.65) == pytest.approx(27.5)
     assert seconds_to(curve, 0.8) is None
 
 
-def test_a_rise_is_clear_if_chance_hardly_makes_it() -> None:
+def test_a_clear_rise_is_larger_than_chance() -> None:
     assert 0.08 < clear_rise(0.65, 256) < 0.09
-    assert clear_rise(0.09, 64) > 0.05, "64 prompts say nothing about a rise from 6% to 9%"
+    assert clear_rise(0.09, 64) > 0.05, "64 prompts can't show a rise from 6% to 9%"
 
 
-def test_a_ratio_lies_outside_if_its_median_leaves_the_old_spread_and_the_noise_around_it() -> None:
+def test_a_ratio_lies_outside_if_its_median_leaves_the_old_spread_widened_by_the_noise() -> None:
     two, one = Spread(values=[1.0, 2.0], noise=0.15), Spread(values=[1.0], noise=0.15)
     assert two.holds([1.9, 2.6])
     assert not two.holds([1.9, 2.8])
@@ -90,7 +90,7 @@ def test_a_ratio_lies_outside_if_its_median_leaves_the_old_spread_and_the_noise_
     assert Spread(values=[1.0], noise=0.3).holds([1.29])
 
 
-def test_of_runs_of_the_same_thing_few_ratios_lie_outside() -> None:
+def test_few_ratios_of_two_equal_runs_lie_outside() -> None:
     dice = random.Random(0)
 
     def run() -> list[list[float]]:
@@ -105,18 +105,18 @@ def test_of_runs_of_the_same_thing_few_ratios_lie_outside() -> None:
     assert noise([[2.0, 2.0], [3.0, 3.0]]) == noise([[1.0]]) == NOISE
 
 
-def test_comparing_counts_what_lies_outside(tmp_path: Path) -> None:
+def test_comparing_counts_the_ratios_that_lie_outside(tmp_path: Path) -> None:
     for name, values in (("old", [1.0, 1.1]), ("new", [2.0, 2.2])):
         folder = tmp_path / name
         folder.mkdir()
         ratios = [{"name": "same", "values": [1.0, 1.2]}, {"name": "other", "values": values}]
         (folder / "tails.json").write_text(json.dumps({"ratios": ratios}))
-        (folder / "control.json").write_text(json.dumps({"ratios": [1.0, 1.1]}))  # of an older shape
+        (folder / "control.json").write_text(json.dumps({"ratios": [1.0, 1.1]}))  # another format, which is skipped
     assert compare(tmp_path / "old", tmp_path / "new") == 1
     assert compare(tmp_path / "old", tmp_path / "old") == 0
 
 
-def test_progress_is_read_as_it_was_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_progress_line_is_parsed_as_it_was_printed(capsys: pytest.CaptureFixture[str]) -> None:
     progress.tick(3, 20, "light tail, sync")
     assert progress.parse(capsys.readouterr().out) == progress.Progress(3, 20, "light tail, sync")
     assert progress.parse("3/20 of something else") is None
@@ -124,7 +124,7 @@ def test_progress_is_read_as_it_was_told(capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of results and a folder of docs that nobody minds."""
+    """Temporary folders for results and docs."""
     monkeypatch.setattr(bench, "SETTLE", 0.0)
     folder = tmp_path / "benchmarks" / "results"
     folder.mkdir(parents=True)
@@ -137,7 +137,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def module(results: Path, name: str, code: str) -> bench.Part:
-    """A part that does this."""
+    """A part that runs this code."""
     (results.parent / "__init__.py").touch()
     (results.parent / f"{name}.py").write_text(code)
     return bench.Part(name=name, seconds=(1, 1))
@@ -147,27 +147,27 @@ def outcomes(results: Path) -> dict[str, Any]:
     return {one["name"]: one for one in json.loads((results / "bench.json").read_text())["parts"]}
 
 
-def test_a_part_that_fails_is_reported_and_the_rest_goes_on(results: Path) -> None:
+def test_a_part_that_fails_is_reported_and_the_others_run(results: Path) -> None:
     path = results / "trl_async.json"
     good = f'import pathlib\npathlib.Path({str(path)!r}).write_text(\'{{"not run": "no server"}}\')'
     parts = [
-        module(results, "training", "raise RuntimeError('the peer is gone')"),
+        module(results, "training", "raise RuntimeError('the peer is missing')"),
         module(results, "tails", "pass"),
         module(results, "trl_async", good),
     ]
     bench.run(parts, quick=True, everything=True)
     found = outcomes(results)
     assert found["training"]["status"] == "failed"
-    assert "the peer is gone" in found["training"]["reason"]
+    assert "the peer is missing" in found["training"]["reason"]
     assert found["tails"]["reason"] == "it wrote no results"
     assert found["trl_async"] == found["trl_async"] | {"status": "not run", "reason": "no server"}
     text = (page.DOCS / "benchmarks.md").read_text()
-    assert "the peer is gone" in text
+    assert "the peer is missing" in text
     assert "no server" in text
     assert "From a quick run" in text
 
 
-def test_a_part_that_is_run_by_itself_leaves_the_others_their_time_and_commit(results: Path) -> None:
+def test_running_one_part_keeps_the_time_and_commit_of_the_others(results: Path) -> None:
     code = 'import pathlib\npathlib.Path({!r}).write_text(\'{{"not run": "no server"}}\')'
     parts = [module(results, name, code.format(str(results / f"{name}.json"))) for name in ("training", "tails")]
     bench.run(parts, quick=True, everything=True)
@@ -183,14 +183,14 @@ def test_a_part_that_is_run_by_itself_leaves_the_others_their_time_and_commit(re
     assert "2026-01-31 12:00 UTC | 0badc0de" in (page.DOCS / "benchmarks.md").read_text()
 
 
-def test_a_part_that_hangs_is_given_up(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_hangs_is_stopped(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench.Part, "limit", lambda self, *, quick: 1.0)
     bench.run([module(results, "scale", "import time\ntime.sleep(60)")], quick=True, everything=True)
     assert outcomes(results)["scale"]["reason"] == "not done after 1 s"
 
 
 def sample_results() -> dict[str, Any]:
-    """A little of what each part writes."""
+    """Small results of each part."""
     side = {
         "tokens": 1000,
         "seconds": 2.0,
@@ -261,7 +261,7 @@ def sample_results() -> dict[str, Any]:
     }
 
 
-def test_the_page_is_made_from_the_files_alone(results: Path) -> None:
+def test_the_page_is_written_from_the_results_alone(results: Path) -> None:
     contents = sample_results()
     for name, content in contents.items():
         (results / f"{name}.json").write_text(json.dumps(content))
@@ -277,3 +277,18 @@ def test_the_page_is_made_from_the_files_alone(results: Path) -> None:
     for line in text.splitlines():
         if line.startswith("!["):
             assert (page.DOCS / line.partition("](")[2].rstrip(")")).stat().st_size
+
+
+def test_plots_are_deterministic_svg_files_with_text(tmp_path: Path) -> None:
+    band = plots.Band([0.0, 10.0, 20.0], [0.4, 0.6, 0.7], [0.0, 0.1, 0.1])
+    drawn = []
+    for name in ("one", "two"):
+        folder = tmp_path / name
+        folder.mkdir()
+        plots.bars(folder / "bars.svg", "speed", {"light": {"sync": plots.Spread(2.0, 1.0, 3.0)}, "heavy": {}})
+        plots.curves(folder / "curves.svg", "accuracy", {"sync": (band, band), "dora K=3": (band, band)})
+        plots.predictions(folder / "predictions.svg", "tokens/s", {"light": [(90.0, 100.0)]}, 0.15)
+        plots.growth(folder / "growth.svg", "costs", {"a step over batch": ([1, 2, 4], [1.0, 1.5, 2.5])})
+        drawn.append({path.name: path.read_text() for path in sorted(folder.iterdir())})
+    assert drawn[0] == drawn[1]
+    assert "dora K=3</text>" in drawn[0]["curves.svg"]

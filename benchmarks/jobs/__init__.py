@@ -1,1 +1,1 @@
-"""Jobs that the benchmarks of whole runs train."""
+"""Configs, data and rewards of the benchmarks' training runs."""

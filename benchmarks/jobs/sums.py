@@ -1,4 +1,4 @@
-"""Sums of two or three numbers for SmolLM2, as both sides of a comparison load them: rows and a reward."""
+"""Sums of two or three numbers for SmolLM2: rows and a reward that both sides of a comparison load."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SYSTEM = "Answer with the result alone."
 
 
 def problems(count: int = 512, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """So many chats; the same for the same arguments."""
+    """Chats with one sum each; the same arguments give the same chats."""
     dice = random.Random(seed)
     for _ in range(count):
         terms = [dice.randint(1, 99) for _ in range(dice.choice((2, 3)))]
@@ -29,7 +29,7 @@ def reward(prompts: list[Any], completions: list[Any], answer: list[str], **_: A
 
 
 def _text(completion: Any) -> str:
-    """TRL hands in chats as messages."""
+    """The text of a completion; TRL passes chats as messages."""
     return str(completion if isinstance(completion, str) else completion[-1]["content"])
 
 

@@ -1,6 +1,6 @@
-"""An agent's task in miniature: problems come one after another, each after a tool has taken its time.
+"""A small agent task: problems come one after another, each after a slow tool call.
 
-How many there are, and how long each tool call takes, follow from the row alone and have long tails, so every mode sees
+The number of problems and the duration of each tool call depend on the row alone and have long tails, so every mode has
 the same work.
 """
 
@@ -29,7 +29,7 @@ def problems(count: int = 4096, seed: int = 0) -> Iterator[dict[str, Any]]:
 
 
 class Tools:
-    """Answers each turn with the next problem, after a while."""
+    """Answers each turn with the next problem after a delay."""
 
     def reset(self, problem: Any) -> None:
         self._left = int(problem.columns["turns"])

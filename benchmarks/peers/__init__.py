@@ -1,1 +1,1 @@
-"""What runs inside the virtual environments of others. Nothing here imports dora_rl."""
+"""Scripts that run inside the virtual environments of other projects. None of them imports dora_rl."""

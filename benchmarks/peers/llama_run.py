@@ -1,7 +1,7 @@
-"""llama.cpp on the CPU through llama-cpp-python's bindings, in an environment of its own. Started by benchmarks.llama.
+"""llama.cpp on the CPU, through llama-cpp-python. `benchmarks.llama` starts it in the environment of that package.
 
 argv: GGUF file, threads, tokens of a response, comma-separated batches, repeats, JSON list of prompts (token ids).
-Prints `GREEDY [[...], ...]`, its likeliest responses to the prompts, and after each batch `RATES {...}`.
+Prints `GREEDY [[...], ...]`, the most likely responses to the prompts, and `RATES {...}` after each batch.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 
 
 class Batches:
-    """Many sequences decoded together, a token each at a time."""
+    """Decodes many sequences together, one token of each per step."""
 
     def __init__(self, file: str, threads: int, sequences: int, context: int) -> None:
-        import llama_cpp as native  # type: ignore[import-not-found]  # lives in an environment of its own
+        import llama_cpp as native  # type: ignore[import-not-found]  # installed in a separate environment
 
         self._native = native
         native.llama_backend_init()
@@ -31,7 +31,7 @@ class Batches:
         self._batch = native.llama_batch_init(1024, 0, 1)
 
     def run(self, prompts: list[list[int]], tokens: int, *, greedy: bool) -> list[list[int]]:
-        """So many tokens after each prompt."""
+        """Generate this many tokens after each prompt."""
         native = self._native
         native.llama_memory_clear(native.llama_get_memory(self._context), True)
         samplers = [
@@ -39,21 +39,21 @@ class Batches:
             for row in range(len(prompts))
         ]
         last = [self._prefill(row, prompt, samplers[row]) for row, prompt in enumerate(prompts)]
-        said = [[token] for token in last]
+        responses = [[token] for token in last]
         for step in range(tokens - 1):
             for row, prompt in enumerate(prompts):
                 self._put(row, last[row], len(prompt) + step, row, wanted=True)
             self._decode(len(prompts))
             for row, sampler in enumerate(samplers):
                 last[row] = native.llama_sampler_sample(sampler, self._context, row)
-                said[row].append(last[row])
+                responses[row].append(last[row])
         for sampler in samplers:
             native.llama_sampler_free(sampler)
-        return said
+        return responses
 
     def _prefill(self, row: int, prompt: list[int], sampler: Any) -> int:
-        for place, token in enumerate(prompt):
-            self._put(place, token, place, row, wanted=place == len(prompt) - 1)
+        for position, token in enumerate(prompt):
+            self._put(position, token, position, row, wanted=position == len(prompt) - 1)
         self._decode(len(prompt))
         first: int = self._native.llama_sampler_sample(sampler, self._context, len(prompt) - 1)
         return first
@@ -70,7 +70,7 @@ class Batches:
         self._batch.n_tokens = count
         code = self._native.llama_decode(self._context, self._batch)
         if code:
-            raise RuntimeError(f"llama_decode gave {code}")
+            raise RuntimeError(f"llama_decode returned {code}")
 
 
 def main() -> None:
@@ -84,10 +84,10 @@ def main() -> None:
         given = [[3 + (row + i) % 100 for i in range(16)] for row in range(batch)]
         for repeat in range(int(repeats) + 1):
             start = time.perf_counter()
-            said = engine.run(given, int(tokens), greedy=False)
+            responses = engine.run(given, int(tokens), greedy=False)
             seconds = time.perf_counter() - start
-            if repeat:  # the first one warms up
-                rates.setdefault(str(batch), []).append(sum(map(len, said)) / seconds)
+            if repeat:  # the first repeat warms up
+                rates.setdefault(str(batch), []).append(sum(map(len, responses)) / seconds)
         print("RATES " + json.dumps(rates), flush=True)
 
 

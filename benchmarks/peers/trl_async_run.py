@@ -1,4 +1,4 @@
-"""TRL's asynchronous GRPO against a vLLM server, unmodified, in TRL's environment. Started by benchmarks.trl_async.
+"""TRL's unmodified asynchronous GRPO with a vLLM server. `benchmarks.trl_async` starts it in TRL's environment.
 
 argv: the JSON file of `trl_run.Settings`, the server's address. Prints `STEP {...}` after each step.
 """
@@ -24,7 +24,7 @@ def main() -> None:
 
     torch.set_num_threads(settings["threads"])
     file, _, function = settings["reward"].partition(":")
-    sys.path.insert(0, str(Path(file).parent))  # its worker imports the function by its name
+    sys.path.insert(0, str(Path(file).parent))  # TRL's worker imports the function by name
     reward = getattr(importlib.import_module(Path(file).stem), function)
     completions = settings["groups"] * settings["group_size"]
     arguments = AsyncGRPOConfig(

@@ -1,7 +1,7 @@
-"""A training run of TRL's `GRPOTrainer` on the CPU, in an environment of its own. Started by benchmarks.training.
+"""A training run of TRL's `GRPOTrainer` on the CPU. `benchmarks.training` starts it in TRL's environment.
 
-argv: a JSON file (`Settings`). Prints a line `STEP {...}` after each step. The clock runs from the beginning of the
-first step, after a generation and a gradient to warm up; saving weights for the evaluation afterwards does not count.
+argv: a JSON file (`Settings`). Prints a line `STEP {...}` after each step. The clock starts with the first step, after
+a warm-up of one generation and one gradient; saving weights for the evaluation does not count.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any, TypedDict
 
 
 class Settings(TypedDict):
-    """The same for both sides, but for the micro-batch, which only TRL has."""
+    """The settings of both sides, except for the micro-batch, which only TRL has."""
 
     model: str
     data: str
     """A JSONL file of rows, in the order of training."""
     reward: str
-    """FILE.py:function, shaped as TRL wants it."""
+    """FILE.py:function, with the signature that TRL expects."""
     groups: int
     group_size: int
     steps: int
@@ -38,12 +38,12 @@ class Settings(TypedDict):
     threads: int
     seed: int
     save: list[int]
-    """Steps after which the weights are kept."""
+    """Steps after which the weights are saved."""
     out: str
 
 
 def reward_of(name: str) -> Callable[..., list[float]]:
-    """The function, from its file."""
+    """Import the reward function from its file."""
     file, _, function = name.partition(":")
     spec = importlib.util.spec_from_file_location("task", file)
     assert spec is not None
@@ -55,7 +55,7 @@ def reward_of(name: str) -> Callable[..., list[float]]:
 
 
 def counted(reward: Callable[..., list[float]], tokens: list[int], rewards: list[float]) -> Callable[..., list[float]]:
-    """The reward function, with what it was asked about written down."""
+    """A reward function that records what it is called with."""
 
     def judge(completion_ids: list[list[int]], **given: Any) -> list[float]:
         tokens.extend(map(len, completion_ids))
@@ -67,7 +67,7 @@ def counted(reward: Callable[..., list[float]], tokens: list[int], rewards: list
 
 
 def arguments(settings: Settings, config: Any) -> Any:
-    """TRL's arguments; what is not named here is its default."""
+    """TRL's arguments; all others keep their defaults."""
     completions = settings["groups"] * settings["group_size"]
     return config(
         output_dir=str(Path(settings["out"]) / "trl"),
@@ -100,7 +100,7 @@ def arguments(settings: Settings, config: Any) -> Any:
 
 
 def warm_up(trainer: Any) -> None:
-    """Generate and differentiate once: what is imported on first use does not count against TRL."""
+    """Generate and differentiate once, so that imports on first use don't count against TRL."""
     import torch
 
     ids = torch.ones(1, 4, dtype=torch.long)
