@@ -50,6 +50,17 @@ def test_imports_go_downwards(path: Path) -> None:
     assert used - {layer} <= ALLOWED[layer]
 
 
+def test_the_sandbox_imports_only_core_and_its_jail_only_the_standard_library() -> None:
+    sandbox = PACKAGE / "envs" / "sandbox"
+    for path in sandbox.rglob("*.py"):
+        own = [name for name in imports(path) if name.startswith("dora_rl.")]
+        allowed = ("dora_rl.envs.sandbox", *(() if path.parent.name == "jail" else ("dora_rl.core",)))
+        assert all(name.startswith(allowed) for name in own), path
+    for path in (sandbox / "jail").rglob("*.py"):
+        roots = {name.partition(".")[0] for name in imports(path)}
+        assert roots - {"dora_rl"} <= sys.stdlib_module_names, path
+
+
 @pytest.mark.parametrize("layer", TORCH_FREE)
 def test_imports_without_torch(layer: str) -> None:
     program = f"""

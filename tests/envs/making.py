@@ -1,4 +1,4 @@
-"""Problems and files for the tests of tasks."""
+"""Makes problems, files and scorers for the tests of tasks."""
 
 from __future__ import annotations
 

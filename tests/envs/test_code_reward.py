@@ -1,4 +1,4 @@
-"""Code is worth the share of its row's tests that it passes, however it behaves."""
+"""The reward of code is the share of its row's tests that it passes, however it behaves."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ def test_functions_are_scored_by_asserts(block: str, share: float) -> None:
     assert reward("\n".join(ASSERTS), block) == (1.0 if share == 1.0 else 0.0)
 
 
-def test_code_that_never_ends_is_worth_what_it_passed() -> None:
+def test_code_that_never_ends_scores_the_tests_that_it_passed() -> None:
     block = "n = sum(map(int, input().split()))\nwhile n == 4: time.sleep(1)\nprint(n)"
     assert reward(PAIRS * 5, "import time\n" + block, timeout_seconds=10.0) == 0.1
 
 
-def test_other_columns_of_tests_are_read_too() -> None:
+def test_lists_of_inputs_and_outputs_are_read_too() -> None:
     assert reward({"inputs": ["1 2\n"], "outputs": ["3"]}, "print(3)") == 1.0
 
 
 @pytest.mark.parametrize("tests", [None, [], "", [{"input": "1"}], [3], {"inputs": ["1"], "outputs": []}])
-def test_a_row_without_tests_is_a_failure(tests: Any) -> None:
+def test_a_row_without_tests_fails(tests: Any) -> None:
     failed = scorer(Path(), "code").score(a_problem(tests=tests), "```\n1\n```").failed
     assert failed is not None
     assert failed.startswith("code: ValueError")

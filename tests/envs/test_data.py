@@ -1,4 +1,4 @@
-"""Rows of every source become the same problems; bad ones are named."""
+"""Rows of every source become the same problems; errors name the bad ones."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_every_source_gives_the_same_problems(write: Any, tmp_path: Path) -> Non
     assert dataset.train == loaded(tmp_path, as_jsonl(tmp_path)).train  # keys too
 
 
-def test_keys_stay_whatever_is_chosen_of_the_rows(tmp_path: Path) -> None:
+def test_keys_do_not_depend_on_the_selection_of_rows(tmp_path: Path) -> None:
     source = as_jsonl(tmp_path)
     keys = [each.key for each in loaded(tmp_path, source).train]
     assert len(set(keys)) == len(ROWS)
@@ -100,7 +100,7 @@ def test_keys_stay_whatever_is_chosen_of_the_rows(tmp_path: Path) -> None:
     assert not {each.key for each in loaded(tmp_path, source).train} & set(keys)
 
 
-def test_equal_rows_have_keys_of_their_own(tmp_path: Path) -> None:
+def test_equal_rows_have_different_keys(tmp_path: Path) -> None:
     write_rows(tmp_path / "same.jsonl", [ROWS[0]] * 3)
     assert len({each.key for each in loaded(tmp_path, "same.jsonl").train}) == 3
 
@@ -114,7 +114,7 @@ def test_held_out_rows_are_the_last_and_never_trained(tmp_path: Path) -> None:
         loaded(tmp_path, "rows.jsonl", held_out=20)
 
 
-def test_an_epoch_goes_through_all_rows_once_in_an_order_of_its_own(tmp_path: Path) -> None:
+def test_each_epoch_visits_all_rows_once_in_a_different_order(tmp_path: Path) -> None:
     dataset = loaded(tmp_path, as_jsonl(tmp_path), seed=1)
     orders = [dataset.order(epoch) for epoch in range(3)]
     assert all(sorted(order) == list(range(20)) for order in orders)
@@ -124,12 +124,12 @@ def test_an_epoch_goes_through_all_rows_once_in_an_order_of_its_own(tmp_path: Pa
     assert loaded(tmp_path, "rows.jsonl", shuffle=False).order(7) == list(range(20))
 
 
-def test_the_order_is_the_same_on_every_machine(tmp_path: Path) -> None:
+def test_the_order_does_not_depend_on_the_machine(tmp_path: Path) -> None:
     write_rows(tmp_path / "few.jsonl", ROWS[:6])
     assert loaded(tmp_path, "few.jsonl", seed=3).order(1) == [4, 2, 3, 1, 0, 5]
 
 
-def test_a_limit_reads_no_further(tmp_path: Path) -> None:
+def test_nothing_is_read_beyond_the_limit(tmp_path: Path) -> None:
     write_code(
         tmp_path, "import itertools\ndef rows(word):\n    return ({'prompt': word} for _ in itertools.count())\n"
     )
@@ -143,7 +143,7 @@ def test_columns_can_have_other_names(tmp_path: Path) -> None:
     assert (only.prompt, only.answer, only.columns["answer"]) == ("2 + 2?", "4", 4)
 
 
-def test_rows_of_verl_are_read_as_they_are(tmp_path: Path) -> None:
+def test_rows_of_verl_are_read_unchanged(tmp_path: Path) -> None:
     row = {
         "data_source": "gsm8k",
         "prompt": [{"role": "user", "content": "2 + 2?"}],
@@ -171,7 +171,7 @@ def test_a_system_message_makes_a_chat(tmp_path: Path) -> None:
     assert loaded(tmp_path, "rows.jsonl", system="").train[0].prompt == (user,)
 
 
-def test_values_that_other_libraries_return_become_plain() -> None:
+def test_values_of_other_libraries_become_plain() -> None:
     value = {
         "prompt": np.str_("hi"),
         "answer": np.int64(4),
@@ -189,10 +189,10 @@ def test_values_that_other_libraries_return_become_plain() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("{", "line 2 is not JSON"),
-        ("[1]", "line 2: an object with columns is wanted"),
+        ("[1]", "line 2: the row must be an object with columns"),
         ('{"question": "hi"}', "line 2: there is no column 'prompt': set data.prompt to one of question"),
         ('{"prompt": ""}', "line 2: 'prompt' is empty"),
         ('{"prompt": 3}', "line 2: 'prompt' must be a text or a list of messages"),
@@ -209,17 +209,17 @@ def test_values_that_other_libraries_return_become_plain() -> None:
         ('{"prompt": "hi", "x": ' + "[" * 3000 + "]" * 3000 + "}", "line 2"),
     ],
 )
-def test_a_bad_row_is_named_with_file_and_line(line: str, said: str, tmp_path: Path) -> None:
+def test_a_bad_row_is_named_with_file_and_line(line: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_bytes(b'{"prompt": "fine"}\n' + line.encode("latin-1") + b"\n")
     with pytest.raises(DataError) as caught:
         loaded(tmp_path, "rows.jsonl")
     assert str(caught.value).startswith(str(tmp_path / "rows.jsonl"))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "message"),
     [
         ("none.jsonl", "cannot read .*none.jsonl: No such file"),
         ("none.json", "cannot read .*none.json: No such file"),
@@ -232,26 +232,26 @@ def test_a_bad_row_is_named_with_file_and_line(line: str, said: str, tmp_path: P
         ("absent_module:rows", "cannot import 'absent_module'"),
         ("broken.py:rows", "cannot import .*broken.py: ZeroDivisionError"),
         ("task.py:raises", "row 2: RuntimeError: out of rows"),
-        ("task.py:nothing", "gives no rows: TypeError"),
+        ("task.py:nothing", "returned no rows: TypeError"),
         ("task.py:constant", "can't be called"),
         ("reasoning_gym:absent", "reasoning-gym has no dataset 'absent'"),
         ("datasets:absent/here", "cannot load the dataset 'absent/here'"),
         ("datasets:saved:test", "has no split 'test': it has train"),
     ],
 )
-def test_a_source_that_cannot_be_read_is_the_users_mistake(source: str, said: str, tmp_path: Path) -> None:
+def test_a_source_that_cannot_be_read_is_the_users_mistake(source: str, message: str, tmp_path: Path) -> None:
     as_saved_dataset(tmp_path)
     (tmp_path / "empty.jsonl").write_text("\n\n")
     (tmp_path / "torn.parquet").write_bytes(b"PAR1 torn")
     write_code(tmp_path, "1 / 0\n", "broken.py")
     code = "constant = 3\ndef nothing(): pass\ndef raises():\n    yield {'prompt': 'a'}\n"
     write_code(tmp_path, code + "    raise RuntimeError('out of\\nrows')\n")
-    with pytest.raises(UserError, match=said) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         loaded(tmp_path, source)
     assert "\n" not in str(caught.value)
 
 
-def test_code_of_a_dataset_is_never_trusted() -> None:
+def test_remote_code_of_a_dataset_is_never_run() -> None:
     with pytest.raises(UserError, match="trust_remote_code is not supported"):
         build(DataConfig, {"source": "datasets:x", "params": {"trust_remote_code": True}})
 

@@ -1,4 +1,4 @@
-"""The examples in docs/tasks.md, and those in examples/, do what is said there."""
+"""The examples in docs/tasks.md and in examples/ work as described."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def test_the_rows_on_the_page_are_problems(tmp_path: Path) -> None:
 
 def test_the_rewards_on_the_page_are_scored() -> None:
     made = RewardScorer(task().reward, EXAMPLES)
-    parts = made.score(a_problem(), "<think>6 x 7</think> 42").components
-    assert parts["number"] == parts["format:^<think>.*</think>"] == 1.0
-    assert 0.5 < parts["short_and_right"] < 1.0
+    components = made.score(a_problem(), "<think>6 x 7</think> 42").components
+    assert components["number"] == components["format:^<think>.*</think>"] == 1.0
+    assert 0.5 < components["short_and_right"] < 1.0
 
 
 @pytest.mark.parametrize("name", ["trl_style", "compute_score", "plain"])

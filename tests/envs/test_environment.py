@@ -1,4 +1,4 @@
-"""An environment answers until it is done; whatever it does, its session ends with one result."""
+"""An environment answers until it is done; whatever it does, its session ends with one reward result."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_turns_are_counted_and_the_last_has_no_observation() -> None:
     assert game.result().reward == 0.0
 
 
-def test_each_trajectory_has_an_environment_of_its_own() -> None:
+def test_each_trajectory_has_its_own_environment() -> None:
     config = build(EnvironmentConfig, {"kind": "environments/guess_number.py:GuessNumber", "params": {"highest": 7}})
     games = Environments(config, EXAMPLES)
     one, other = games.begin(a_problem(secret=1)), games.begin(a_problem(secret=2))
@@ -111,7 +111,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("line", HOSTILE)
-def test_whatever_a_step_does_is_a_failure(line: str, tmp_path: Path) -> None:
+def test_a_step_that_raises_or_returns_nonsense_fails(line: str, tmp_path: Path) -> None:
     game = written(tmp_path, f"def step(self, text): {line}")
     assert game.step("x") == Turn(done=True)
     failed = game.result().failed
@@ -120,13 +120,13 @@ def test_whatever_a_step_does_is_a_failure(line: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("body", ["def __init__(self): 1 / 0", "def reset(self, problem): 1 / 0"])
-def test_an_environment_that_cannot_begin_is_a_failure(body: str, tmp_path: Path) -> None:
+def test_an_environment_that_cannot_be_reset_fails(body: str, tmp_path: Path) -> None:
     game = written(tmp_path, f"def step(self, text): pass\n    {body}")
     assert game.done
     assert game.result().failed == "environment, reset: ZeroDivisionError: division by zero"
 
 
-def test_environments_are_closed_once_and_a_failure_in_that_counts(tmp_path: Path) -> None:
+def test_environments_are_closed_once_and_an_error_in_close_fails(tmp_path: Path) -> None:
     body = "def step(self, text): return None, 1.0, True\n    def close(self): raise OSError('stuck')"
     game = written(tmp_path, body)
     game.step("x")
@@ -153,7 +153,7 @@ class E:
     assert game.result().reward == 1.0
 
 
-def test_what_one_environment_does_to_its_problem_no_other_sees(tmp_path: Path) -> None:
+def test_changes_to_a_problem_are_not_seen_by_other_environments(tmp_path: Path) -> None:
     write_code(tmp_path, """
 class E:
     def reset(self, problem): return problem.columns["info"].pop()
@@ -164,7 +164,7 @@ class E:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({}, "environment.kind is missing"),
         ({"kind": "task.py:Absent"}, "has no 'Absent'"),
@@ -173,10 +173,10 @@ class E:
         ({"kind": "task.py:Whole", "params": {"hihgest": 3}}, "unexpected keyword argument 'hihgest'"),
     ],
 )
-def test_a_class_that_cannot_be_used_is_refused_at_once(settings: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_a_class_that_cannot_be_used_is_refused_at_once(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
     half = "number = 3\nclass Half:\n    def reset(self, problem): pass\n"
     write_code(tmp_path, half + "class Whole(Half):\n    def __init__(self): pass\n    def step(self, text): pass\n")
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         Environments(build(EnvironmentConfig, settings), tmp_path)
 
 

@@ -43,7 +43,7 @@ def by_length(prompts, completions, completion_ids, answer, level, **kwargs):
     assert seen == [(["What is 6 x 7?"] * 3, ["", "x", "xx"], [[0], [1], [2]], ["42"] * 3, [0, 1, 2], ["other"])]
 
 
-def test_trl_functions_get_messages_where_the_prompt_is_a_chat(tmp_path: Path) -> None:
+def test_trl_functions_get_messages_if_the_prompt_is_a_chat(tmp_path: Path) -> None:
     write_code(
         tmp_path, SEEN + "def f(prompts, completions):\n    seen.append((prompts, completions))\n    return [1.0]\n"
     )
@@ -72,7 +72,7 @@ async def f(completions, **kwargs):
         assert [result.reward for result in made.score_many([Answer(a_problem(), "")] * count)] == [1.0] * count
 
 
-def test_verl_functions_get_what_verl_gives_them(tmp_path: Path) -> None:
+def test_verl_functions_get_the_arguments_that_verl_passes(tmp_path: Path) -> None:
     write_code(
         tmp_path,
         SEEN
@@ -95,13 +95,13 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         "def f(prompt, completion, answer):\n    return prompt == 'What is 6 x 7?' and completion == answer",
         "def f(problem, completion, answer):\n    return problem.answer == completion == answer",
         "def f(completion, level):\n    return completion == '42' and level == 3",
-        "def f(question, said, wanted):\n    return question == 'What is 6 x 7?' and said == wanted",
+        "def f(question, response, wanted):\n    return question == 'What is 6 x 7?' and response == wanted",
         "class F:\n    def __call__(self, completion, answer):\n        return completion == answer\nf = F()",
         "import numpy\ndef f(completion, answer):\n    return numpy.float32(completion == answer)",
         "async def f(completion, answer):\n    return completion == answer",
     ],
 )
-def test_plain_functions_get_what_they_name(code: str, tmp_path: Path) -> None:
+def test_plain_functions_get_the_arguments_that_they_name(code: str, tmp_path: Path) -> None:
     write_code(tmp_path, code)
     made = scorer(tmp_path, "task.py:f")
     assert [made.score(a_problem(level=3), text).reward for text in ("42", "41")] == [1.0, 0.0]
@@ -116,14 +116,14 @@ def test_rewards_are_summed_with_their_weights(tmp_path: Path) -> None:
     assert scorer(tmp_path).score(a_problem(), "42") == RewardResult(reward=0.0)
 
 
-def test_a_trl_function_may_pass_on_rows_that_others_score(tmp_path: Path) -> None:
+def test_a_trl_function_may_skip_rows_that_others_score(tmp_path: Path) -> None:
     write_code(tmp_path, "def f(completions, **kwargs):\n    return [None for _ in completions]\n")
     both = scorer(tmp_path, "task.py:f", "exact")
     assert both.score(a_problem(), "42") == RewardResult(reward=1.0, components={"exact": 1.0})
     assert scorer(tmp_path, "task.py:f").score(a_problem(), "42").failed == "f returned None"
 
 
-def test_what_one_function_does_to_its_row_no_other_sees(tmp_path: Path) -> None:
+def test_changes_to_a_row_are_not_seen_by_other_functions(tmp_path: Path) -> None:
     write_code(
         tmp_path,
         """
@@ -171,13 +171,13 @@ class Liar:
 
 @pytest.mark.parametrize("line", HOSTILE)
 @pytest.mark.parametrize("parameters", ["completion, answer", "data_source, solution_str, ground_truth"])
-def test_whatever_a_function_does_is_a_failure(line: str, parameters: str, tmp_path: Path) -> None:
+def test_a_function_that_raises_or_returns_nonsense_fails(line: str, parameters: str, tmp_path: Path) -> None:
     write_code(tmp_path, f"{CLASSES}\ndef f({parameters}):\n    {line}\n")
     result = scorer(tmp_path, "task.py:f").score(a_problem(), "x")
-    said = HOSTILE[line].replace("f returned None", "f returned NoneType, not a number")
+    message = HOSTILE[line].replace("f returned None", "f returned NoneType, not a number")
     assert result.reward is None
     assert result.failed is not None
-    assert result.failed.startswith(said)
+    assert result.failed.startswith(message)
     assert "\n" not in result.failed
     assert len(result.failed) < 250
 
@@ -191,30 +191,30 @@ def test_one_bad_answer_does_not_fail_its_neighbours(line: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("returned", ["[]", "[1.0, 1.0]", "1.0", "None", "iter([])", "{}"])
-def test_a_wrong_count_is_a_failure(returned: str, tmp_path: Path) -> None:
+def test_a_wrong_number_of_scores_fails(returned: str, tmp_path: Path) -> None:
     write_code(tmp_path, f"def f(completions, **kwargs):\n    return {returned}\n")
     for count in (1, 3):
         results = scorer(tmp_path, "task.py:f").score_many([Answer(a_problem(), "x")] * count)
         assert all(result.failed is not None and "f" in result.failed for result in results)
 
 
-def test_a_column_that_is_not_there_is_a_failure_that_names_it(tmp_path: Path) -> None:
+def test_the_failure_names_a_column_that_does_not_exist(tmp_path: Path) -> None:
     write_code(tmp_path, "def f(completion, levle):\n    return 1.0\n")
     failed = scorer(tmp_path, "task.py:f").score(a_problem(level=1), "x").failed
     assert failed is not None
     assert "'levle'" in failed
 
 
-def test_an_interrupt_is_the_users_and_passes(tmp_path: Path) -> None:
+def test_a_keyboard_interrupt_is_raised(tmp_path: Path) -> None:
     write_code(tmp_path, "def f(completion):\n    raise KeyboardInterrupt\n")
     with pytest.raises(KeyboardInterrupt):
         scorer(tmp_path, "task.py:f").score(a_problem(), "x")
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
-        ("exakt", "reward 'exakt' is unknown: take .*contains, exact"),
+        ("exakt", "reward 'exakt' is unknown: use .*contains, exact"),
         ("format:(", "is not a regular expression"),
         ("task.py:absent", "has no 'absent'"),
         ("task.py:constant", "is not a function"),
@@ -222,13 +222,13 @@ def test_an_interrupt_is_the_users_and_passes(tmp_path: Path) -> None:
         ("task.py:strange", r"takes \(a, b\): write it as"),
     ],
 )
-def test_a_function_that_cannot_be_used_is_refused_at_once(name: str, said: str, tmp_path: Path) -> None:
+def test_a_function_that_cannot_be_used_is_refused_at_once(name: str, message: str, tmp_path: Path) -> None:
     write_code(tmp_path, "constant = 3\nclass Class: pass\ndef strange(a, b): return 1.0\n")
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         scorer(tmp_path, name)
 
 
-def test_weights_must_be_as_many_as_functions() -> None:
+def test_each_function_needs_one_weight() -> None:
     with pytest.raises(ConfigError, match="weights has 1 entries for 2 functions"):
         build(RewardConfig, {"functions": ["exact", "number"], "weights": [1.0]})
 
@@ -264,11 +264,11 @@ def test_builtins(name: str, answer: str | None, text: str, reward: float, tmp_p
 
 
 @pytest.mark.parametrize("name", ["exact", "contains", "number", "math"])
-def test_a_row_without_answer_is_a_failure(name: str, tmp_path: Path) -> None:
+def test_a_row_without_answer_fails(name: str, tmp_path: Path) -> None:
     assert scorer(tmp_path, name).score(a_problem(None), "42").failed == f"{name}: ValueError: the row has no answer"
 
 
-def test_mathematics_can_be_scored_off_the_main_thread(tmp_path: Path) -> None:
+def test_math_can_be_scored_off_the_main_thread(tmp_path: Path) -> None:
     results: list[RewardResult] = []
     made = scorer(tmp_path, "math")
     thread = threading.Thread(target=lambda: results.append(made.score(a_problem("2"), "$1+1$")))
@@ -299,14 +299,16 @@ def test_rows_exported_from_reasoning_gym_are_scored_too(tmp_path: Path) -> None
     assert failed == "reasoning_gym: ValueError: the row does not come from reasoning-gym"
 
 
-def test_a_missing_extra_names_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_extra_is_reported_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(UserError, match=r"pip install 'dora-rl\[tasks\]'"):
         scorer(tmp_path, "math")
 
 
 @given(text=st.text() | st.from_regex(r"[-\u2212]?[\d,.]*[eE.]?\d*", fullmatch=True))
-def test_whatever_the_policy_says_has_a_reward(text: str) -> None:
+def test_every_completion_has_a_reward(text: str) -> None:
     for name in ("exact", "contains", "number"):
         result = scorer(Path(), name).score(a_problem(), text)
         assert result.failed is None, result
@@ -323,7 +325,7 @@ returned = st.recursive(
 
 
 @given(values=st.lists(returned, max_size=4), listed=returned, count=st.integers(1, 3))
-def test_whatever_is_returned_is_one_result_an_answer(values: list[Any], listed: Any, count: int) -> None:
+def test_any_returned_value_gives_one_result_per_answer(values: list[Any], listed: Any, count: int) -> None:
     made = RewardScorer(RewardConfig(), Path())
     for value in (values, listed):
         made._functions, made._weights = [signature_of("f", lambda completions, it=value: it)], [1.0]
@@ -335,7 +337,7 @@ def test_whatever_is_returned_is_one_result_an_answer(values: list[Any], listed:
             assert msgspec.msgpack.decode(msgspec.msgpack.encode(result), type=RewardResult) == result
 
 
-def test_a_loop_that_many_threads_share_is_closed_with_its_owner() -> None:
+def test_a_shared_loop_is_closed_with_its_owner() -> None:
     before = set(threading.enumerate())
     shared = SharedLoop()
     loop = shared._loop

@@ -1,4 +1,4 @@
-"""Hostile code is contained, and would not be without the guard that contains it."""
+"""Hostile code is contained, and escapes when the guarantee that contains it is switched off."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or Sandbox.guarantees() != GUARANTEES, reason="this system can't confine code"
 )
 
-# Each snippet prints DONE if it got what it wanted. {place} is the test's folder with a file `secret` in it, {victim}
-# a process and {port} a listening port of the test's.
+# Each snippet prints DONE if it succeeds. {place} is the test's folder with a file `secret` in it, {victim}
+# a process and {port} a port that the test listens on.
 CALL = "import ctypes\ncall = ctypes.CDLL(None, use_errno=True).syscall\n"
 PROCESSES = {
     "fork": "import os\nif os.fork() == 0: os._exit(0)",
@@ -87,13 +87,13 @@ FILES = {
 }
 KINDS = {"processes": PROCESSES, "memory": MEMORY, "network": NETWORK, "files": FILES}
 HOSTILE = {name: (guard, code) for guard, snippets in KINDS.items() for name, code in snippets.items()}
-# What two guards refuse, and what root without its capabilities may not do anyway.
+# Refused by two guarantees, or not allowed to root without capabilities anyway.
 ALSO_FILES = {"vfork", "exec", "look into another"}
 ALSO_ROOT = {"slow another down", "look into another", "read the parent's environment"}
 
 
-class World:
-    """What hostile code reaches for."""
+class Targets:
+    """What hostile code attacks: a file, a process and a port."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -126,8 +126,8 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    made = World(tmp_path)
+def targets(tmp_path: Path) -> Iterator[Targets]:
+    made = Targets(tmp_path)
     yield made
     made.close()
 
@@ -137,18 +137,18 @@ def run(code: str, **limits: float) -> Outcome:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_code_gets_nothing_and_without_its_guard_it_does(name: str, world: World) -> None:
+def test_hostile_code_fails_and_succeeds_without_its_guarantee(name: str, targets: Targets) -> None:
     guard, code = HOSTILE[name]
     if CALL in code and os.uname().machine != "x86_64":
         pytest.skip("the snippet has the numbers of x86_64")
-    code = world.fill(code) + "\nprint('DONE')"
+    code = targets.fill(code) + "\nprint('DONE')"
     outcome = Sandbox().run(code)
     assert "DONE" not in outcome.stdout, outcome
-    assert world.untouched()
+    assert targets.untouched()
     if name in ALSO_ROOT and os.geteuid() == 0:
         return
     removed = {guard, "files"} if name in ALSO_FILES else {guard}
-    # What is written in all is looked at now and then, whatever the guards: that must not end it by chance.
+    # All bytes written are polled whatever the guarantees: this must not end the run by chance.
     roomy = SandboxLimits(disk_bytes=1 << 30)
     loose = Sandbox(roomy, strict=False, guards=GUARANTEES - removed).run(code)
     assert "DONE" in loose.stdout, loose
@@ -160,7 +160,7 @@ def test_a_fork_bomb_makes_no_process() -> None:
     assert not children()
 
 
-def test_a_daemon_does_not_survive_and_without_the_guard_it_does() -> None:
+def test_a_daemon_does_not_survive_but_does_without_the_guarantee() -> None:
     code = (
         "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n"
         "        print(os.getpid(), flush=True)\n        time.sleep(600)\n    os._exit(0)\nos.wait()\ntime.sleep(0.2)\n"
@@ -184,13 +184,13 @@ def test_code_that_does_not_end_is_ended(code: str) -> None:
 
 
 @pytest.mark.parametrize("before", ["", "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\n"])
-def test_code_that_only_computes_is_ended_by_its_processor_time(before: str) -> None:
+def test_code_that_only_computes_is_ended_by_its_cpu_time(before: str) -> None:
     outcome = run(before + "while True: pass", wall_seconds=600, cpu_seconds=1)
     assert outcome.timed_out
-    assert outcome.reason == "used the processor longer than 1 s"
+    assert outcome.reason == "used more CPU time than 1 s"
 
 
-def test_without_the_guard_it_is_not() -> None:
+def test_without_the_guarantee_it_runs_on() -> None:
     limits = SandboxLimits(wall_seconds=2, cpu_seconds=1)
     outcome = Sandbox(limits, strict=False, guards=GUARANTEES - {"time"}).run("while True: pass")
     assert outcome.reason == "ran longer than 2 s"
@@ -220,7 +220,7 @@ def test_filling_the_disk_is_cut_off_and_cleaned_up(name: str, tmp_path: Path, m
     assert not list(tmp_path.iterdir())
 
 
-def test_threads_are_there_and_limited() -> None:
+def test_threads_can_be_started_and_are_limited() -> None:
     code = "import threading, time\nx = [threading.Thread(target=time.sleep, args=(nap,)) for _ in range(count)]\n"
     code += "for t in x: t.start()\nfor t in x: t.join()\nprint('DONE')"
     assert run("nap, count = 0, 8\n" + code).stdout == "DONE\n"
@@ -238,12 +238,14 @@ def test_root_has_no_capabilities_inside() -> None:
     assert run(code + "assert ctypes.CDLL(None).capget(head, sets) == 0\nprint(*sets)").stdout == "0 0 0 0 0 0\n"
 
 
-def test_calls_that_nobody_has_looked_at_do_not_exist() -> None:
+def test_system_calls_newer_than_the_table_are_refused() -> None:
     code = CALL + "for number in (451, 1000, 0x40000029):\n    assert call(number, 0, 0, 0) == -1\n"
     assert run(code + "    assert ctypes.get_errno() == 38\n").ok
 
 
-def test_nothing_of_the_parent_is_handed_down(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_variables_and_open_files_of_the_parent_are_not_inherited(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("TOKEN", "secret")
     (tmp_path / "open").write_text("secret")
     with (tmp_path / "open").open() as held:
@@ -263,13 +265,13 @@ def test_a_run_dies_with_its_caller_and_the_next_sandbox_cleans_up(
     program += "Sandbox(SandboxLimits(wall_seconds=600)).run(sys.argv[1])"
     code = "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)"
     caller = subprocess.Popen([sys.executable, "-c", program, code], env={**os.environ, "TMPDIR": str(tmp_path)})
-    said = eventually(lambda: next((f.read_text() for f in tmp_path.glob("*/stdout") if f.read_text()), ""))
+    message = eventually(lambda: next((f.read_text() for f in tmp_path.glob("*/stdout") if f.read_text()), ""))
     left = next(file.parent for file in tmp_path.glob("*/stdout"))
     Sandbox()
     assert left.exists()
     caller.kill()
     caller.wait()
-    assert eventually(lambda: not Path(f"/proc/{int(said)}/stat").exists() or is_zombie(int(said)))
+    assert eventually(lambda: not Path(f"/proc/{int(message)}/stat").exists() or is_zombie(int(message)))
     os.utime(left, (1, 1))
     Sandbox()
     assert not left.exists()
@@ -277,9 +279,9 @@ def test_a_run_dies_with_its_caller_and_the_next_sandbox_cleans_up(
 
 def test_a_folder_in_use_is_never_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    from dora_rl.envs.sandbox.scratch import folder_of_a_run, sweep
+    from dora_rl.envs.sandbox.scratch import run_folder, sweep
 
-    with folder_of_a_run() as folder:
+    with run_folder() as folder:
         os.utime(folder, (1, 1))
         sweep()
         assert folder.exists()
@@ -302,7 +304,7 @@ with tempfile.TemporaryDirectory() as folder:
 
 
 @pytest.mark.parametrize(
-    ("code", "exit_code", "said"),
+    ("code", "exit_code", "message"),
     [
         ("raise SystemExit(3)", 3, ""),
         ("1 / 0", 1, 'File "main.py", line 1, in <module>'),
@@ -315,10 +317,10 @@ with tempfile.TemporaryDirectory() as folder:
         ("import sys\nsys.stdout.buffer.write(b'\\xff')", 0, ""),
     ],
 )
-def test_however_code_ends_it_is_an_outcome(code: str, exit_code: int, said: str) -> None:
+def test_every_way_to_end_gives_an_outcome(code: str, exit_code: int, message: str) -> None:
     outcome = Sandbox().run(code)
     assert outcome.exit_code == exit_code
-    assert said in outcome.stderr
+    assert message in outcome.stderr
     assert "jail" not in outcome.stderr
     assert outcome.reason is None
 
@@ -329,7 +331,7 @@ def test_files_stay_in_the_folder(name: str) -> None:
         Sandbox().run("", files={name: ""})
 
 
-def test_less_than_everything_is_refused_unless_told() -> None:
+def test_fewer_guarantees_are_refused_unless_not_strict() -> None:
     with pytest.raises(SandboxError, match="network: it is switched off"):
         Sandbox(guards=GUARANTEES - {"network"})
 
@@ -342,7 +344,7 @@ def test_less_than_everything_is_refused_unless_told() -> None:
     ],
 )
 @pytest.mark.parametrize("strict", [True, False])
-def test_where_the_kernel_lacks_something_code_runs_only_if_told(
+def test_with_a_guarantee_missing_code_runs_only_if_not_strict(
     lacking: str, missing: list[str], strict: bool, tmp_path: Path
 ) -> None:
     (tmp_path / "main.py").write_text("print('ran')")
@@ -360,7 +362,7 @@ def test_where_the_kernel_lacks_something_code_runs_only_if_told(
 
 
 def children() -> list[int]:
-    """Processes that this one has made and that still run."""
+    """Children of this process that still run."""
     try:
         return [os.waitpid(-1, os.WNOHANG)[0]]
     except ChildProcessError:

@@ -1,7 +1,7 @@
-"""Each rule of the filter of system calls, one by one: dropped, loosened or mistyped, it is missed here.
+"""Each rule of the filter of system calls: a rule that is missing, loosened or mistyped fails a test here.
 
-The table below is written down a second time on purpose: it is what the filter is compared with. The filter is judged
-twice: by an interpreter of its instructions, for both machines and every call there is, and by this machine's kernel.
+The table below repeats the filter's own on purpose: the filter is compared with it. The filter is checked twice: by an
+interpreter of its instructions, for both architectures and every system call, and by the kernel of this machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dora_rl.envs.sandbox import sandbox
 from dora_rl.envs.sandbox.jail import seccomp
 from dora_rl.envs.sandbox.sandbox import GUARANTEES, Sandbox, SandboxLimits
 
-# guard: "name x86_64 aarch64", a dash where a machine does not have the call
+# guarantee: "name x86_64 aarch64", a dash where the architecture does not have the call
 REFUSED = {
     "network": "socket 41 198, io_uring_setup 425 425, io_uring_enter 426 426, io_uring_register 427 427",
     "files": "truncate 76 45, "
@@ -57,7 +57,7 @@ ME = 4321
 OTHER = 17
 THREAD = 0x10000
 LAST = 450
-# Calls whose arguments decide: guard, name, numbers, arguments that are refused, arguments that are allowed.
+# Calls decided by their arguments: guarantee, name, numbers, refused arguments, allowed arguments.
 DECIDED: list[tuple[str, str, str, list[tuple[int, ...]], list[tuple[int, ...]]]] = [
     ("network", "socketpair", "53 199", [(2,), (0,), (10,), (16,), (30,), (40,)], [(1,)]),
     ("memory", "fcntl", "72 25", [(3, 1031)], [(3, 1032), (3, 3), (3, 4), (3, 1)]),
@@ -75,13 +75,13 @@ ALLOWED, KILLED = 0x7FFF0000, 0x80000000
 
 
 def numbers(table: str, column: int) -> dict[str, int]:
-    """The calls of a table on one machine."""
+    """The calls of a table on one architecture."""
     rows = [row.split() for row in table.split(", ")]
     return {row[0]: int(row[1 + column]) for row in rows if row[1 + column] != "-"}
 
 
 def action(program: list[bytes], architecture: int, number: int, arguments: tuple[int, ...] = ()) -> int:
-    """What the filter says of a call, instruction by instruction."""
+    """The filter's action for a call, found by interpreting its instructions."""
     padded = (*arguments, *[0] * (6 - len(arguments)))
     data = struct.pack("<IIQ6Q", number, architecture, 0, *padded)
     register, place = 0, 0
@@ -99,7 +99,7 @@ def action(program: list[bytes], architecture: int, number: int, arguments: tupl
 
 @pytest.fixture(params=MACHINES)
 def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each machine that the filter knows, as if this one were of its kind."""
+    """Each architecture that the filter supports, as if this machine had it."""
     monkeypatch.setattr(platform, "machine", lambda: request.param)
     monkeypatch.setattr(os, "getpid", lambda: ME)
     name: str = request.param
@@ -107,7 +107,7 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("guard", REFUSED)
-def test_a_guard_refuses_its_calls_and_no_others(machine: str, guard: str) -> None:
+def test_a_guarantee_refuses_its_calls_and_no_others(machine: str, guard: str) -> None:
     column, architecture = list(MACHINES).index(machine), MACHINES[machine]
     program = seccomp._program({guard})
     decided = {number for one in DECIDED for number in [int(one[2].split()[column])]}
@@ -121,7 +121,7 @@ def test_a_guard_refuses_its_calls_and_no_others(machine: str, guard: str) -> No
 
 
 @pytest.mark.parametrize("rule", DECIDED, ids=lambda rule: f"{rule[0]}-{rule[1]}")
-def test_calls_whose_arguments_decide(machine: str, rule: tuple[str, str, str, list[Any], list[Any]]) -> None:
+def test_calls_decided_by_their_arguments(machine: str, rule: tuple[str, str, str, list[Any], list[Any]]) -> None:
     guard, _, table, refused, allowed = rule
     column, architecture = list(MACHINES).index(machine), MACHINES[machine]
     number = int(table.split()[column])
@@ -145,7 +145,7 @@ def test_other_machines_and_newer_calls_are_refused(machine: str) -> None:
     assert action(program, MACHINES[machine], LAST) == ALLOWED
 
 
-# The kernel itself refuses some of the calls, with the same error: in this test the filter says another one.
+# The kernel itself refuses some of the calls with the same error, so the filter of this test returns another one.
 TRIES = """
 import ctypes, errno, json, sys
 sys.path.insert(0, sys.argv[1])
@@ -209,7 +209,7 @@ UNHURRIED: dict[str, Any] = {"wall_seconds": 600.0, "cpu_seconds": 60.0}
 
 
 def default_buffer() -> int:
-    """What the system lets one end of a pair hold."""
+    """Bytes that one end of a socket pair can hold on this system."""
     ends = socket.socketpair()
     with ends[0], ends[1]:
         return ends[0].getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
@@ -220,7 +220,7 @@ def default_buffer() -> int:
 )
 @pytest.mark.parametrize(("kind", "each"), [(PIPES, 16 * 4096), (PAIRS, None)])
 def test_what_pipes_and_pairs_hold_is_bounded_by_the_open_files(kind: str, each: int | None) -> None:
-    """As the table in docs/tasks.md says: a pipe holds 16 pages, each end of a pair what the system gives to any."""
+    """As docs/tasks.md says: a pipe holds 16 pages, each end of a pair what the system gives to any socket."""
     if each is None:
         each = default_buffer()
     else:
@@ -228,7 +228,7 @@ def test_what_pipes_and_pairs_hold_is_bounded_by_the_open_files(kind: str, each:
     outcome = Sandbox(SandboxLimits(open_files=64, **UNHURRIED)).run(kind + FILL)
     ends, accepted = map(int, outcome.stdout.split())
     assert 50 < ends <= 61
-    # A pipe's buffer belongs to two ends; what does not fit is taken up to one piece beyond.
+    # Two ends share the buffer of a pipe; a write that does not fit is taken up to one write beyond the limit.
     assert 0 < accepted <= (ends * each // 2 if kind is PIPES else ends * (each + (1 << 16)))
 
 
@@ -245,5 +245,5 @@ def test_what_pipes_and_pairs_hold_is_bounded_by_the_open_files(kind: str, each:
         "import socket\nsocket.socketpair(socket.AF_INET)",
     ],
 )
-def test_what_would_let_them_hold_more_is_refused(code: str) -> None:
+def test_enlarging_them_is_refused(code: str) -> None:
     assert "PermissionError" in Sandbox(SandboxLimits(**UNHURRIED)).run(code).stderr

@@ -37,7 +37,7 @@ RUN: Table = {
     "data.prompt": Row("envs.data:_prompt", "envs/test_data.py::test_columns_can_have_other_names"),
     "data.answer": Row("envs.data:_answer", "envs/test_data.py::test_columns_can_have_other_names"),
     "data.system": Row("envs.data:_prompt", "envs/test_data.py::test_a_system_message_makes_a_chat"),
-    "data.limit": Row("envs.data:load", "envs/test_data.py::test_a_limit_reads_no_further"),
+    "data.limit": Row("envs.data:load", "envs/test_data.py::test_nothing_is_read_beyond_the_limit"),
     "data.held_out": Row("envs.data:load", "envs/test_data.py::test_held_out_rows_are_the_last_and_never_trained"),
     "data.shuffle": Row(
         "envs.data:load", "settings/test_supervisor.py::test_prompts_come_in_the_order_of_the_data_settings"
@@ -629,7 +629,7 @@ SANDBOX: Table = {
     ),
     "cpu_seconds": Row(
         "envs.sandbox.sandbox:Sandbox._plan",
-        "envs/test_sandbox.py::test_code_that_only_computes_is_ended_by_its_processor_time",
+        "envs/test_sandbox.py::test_code_that_only_computes_is_ended_by_its_cpu_time",
     ),
     "memory_bytes": Row(
         "envs.sandbox.sandbox:Sandbox._plan", "settings/test_sandbox.py::test_a_limit_holds_where_it_was_set"
@@ -646,7 +646,9 @@ SANDBOX: Table = {
     "open_files": Row(
         "envs.sandbox.sandbox:Sandbox._plan", "settings/test_sandbox.py::test_a_limit_holds_where_it_was_set"
     ),
-    "threads": Row("envs.sandbox.sandbox:Sandbox._excess", "envs/test_sandbox.py::test_threads_are_there_and_limited"),
+    "threads": Row(
+        "envs.sandbox.sandbox:Sandbox._excess", "envs/test_sandbox.py::test_threads_can_be_started_and_are_limited"
+    ),
 }
 
 TABLES: dict[str, Table] = {"RunConfig": RUN, "SimConfig": SIMULATION, "SftConfig": SFT, "SandboxLimits": SANDBOX}

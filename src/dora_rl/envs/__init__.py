@@ -1,1 +1,1 @@
-"""Tasks: problems, what judges their answers, what answers back, and where model-written code runs."""
+"""Tasks: problems, reward functions, environments, and the sandbox for model-written code."""

@@ -1,8 +1,8 @@
-"""Async functions of users, finished from code that is not async.
+"""Runs users' async functions from synchronous code.
 
-One loop for all calls of an owner: clients that such functions keep between calls are bound to it. It is closed with
-its owner. `Loop` runs in the thread that calls, and can't be used from within a running loop; `SharedLoop` has a thread
-of its own, and any number of threads may call at once.
+All calls of one owner share one event loop, since clients that such functions keep between calls are bound to it. The
+loop is closed with its owner. `Loop` runs in the calling thread and can't be used inside a running loop; `SharedLoop`
+has its own thread, and any number of threads may call it at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 class Loop:
-    """Where awaitables of one owner run."""
+    """The event loop of one owner, run in the calling thread."""
 
     def __init__(self) -> None:
         runner = asyncio.Runner()
@@ -23,12 +23,12 @@ class Loop:
         self.close = weakref.finalize(self, runner.close)
 
     def finish(self, result: Any) -> Any:
-        """What a call comes to in the end, async or not."""
+        """The result of a call; an awaitable is awaited."""
         return self._runner.run(_awaited(result)) if inspect.isawaitable(result) else result
 
 
 class SharedLoop:
-    """Where awaitables of one owner run together."""
+    """The event loop of one owner, in its own thread, where many awaitables run at once."""
 
     def __init__(self) -> None:
         loop = asyncio.new_event_loop()
@@ -37,7 +37,7 @@ class SharedLoop:
         self.close = weakref.finalize(self, loop.call_soon_threadsafe, loop.stop)
 
     def finish(self, result: Any) -> Any:
-        """What a call comes to in the end, async or not."""
+        """The result of a call; an awaitable is awaited."""
         if not inspect.isawaitable(result):
             return result
         return asyncio.run_coroutine_threadsafe(_awaited(result), self._loop).result()

@@ -1,6 +1,7 @@
-"""Reward functions that a config can name without writing one.
+"""Built-in reward functions, which a config names without any code.
 
-They take the plain shape. Whatever the policy says gets a number; an error means that the row can't be judged.
+They have the plain signature. Every completion gets a number, whatever it contains; an error means that the row can't
+be scored.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ _NUMBER = re.compile(
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _MATH_SECONDS = 5
 _CODE_SHARE = 0.7
-"""Of the deadline that running code may take; the rest is for starting and cleaning up on a busy machine."""
+"""Share of the deadline that running code may take; the rest is for starting and cleaning up on a busy machine."""
 
 
 def builtin(name: str, seconds: float) -> Builtin | None:
-    """The function of that name, ready for use within a deadline in seconds; none if it is no builtin."""
+    """The function of this name, which keeps to a deadline in seconds; None if the name is not a builtin."""
     kind, colon, rest = name.partition(":")
     if kind == "format" and colon:
         return _format(rest)
@@ -44,12 +45,12 @@ def builtin(name: str, seconds: float) -> Builtin | None:
 
 
 def exact(completion: str, answer: str | None) -> float:
-    """1 if the text is the answer, spaces around both aside."""
+    """1 if the completion equals the answer, apart from surrounding white space."""
     return float(completion.strip() == _wanted(answer).strip())
 
 
 def contains(completion: str, answer: str | None) -> float:
-    """1 if the answer is somewhere in the text."""
+    """1 if the completion contains the answer."""
     wanted = _wanted(answer).strip()
     if not wanted:
         raise ValueError("the answer is empty")
@@ -57,7 +58,7 @@ def contains(completion: str, answer: str | None) -> float:
 
 
 def number(completion: str, answer: str | None) -> float:
-    """1 if the last number in the text equals the last number in the answer."""
+    """1 if the last number in the completion equals the last number in the answer."""
     wanted = last_number(_wanted(answer))
     if wanted is None:
         raise ValueError("the answer has no number")
@@ -65,7 +66,7 @@ def number(completion: str, answer: str | None) -> float:
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number in a text: thousands may have commas; a minus counts where it is no subtraction."""
+    """The last number in a text. Thousands may have commas; a minus sign counts unless it is a subtraction."""
     found = [match for match in _NUMBER.findall(text) if match.strip("-\u2212")]
     if not found:
         return None
@@ -76,10 +77,10 @@ def last_number(text: str) -> Decimal | None:
 
 
 def math(completion: str, answer: str | None) -> float:
-    """1 if math-verify takes the text's expression for the answer's."""
+    """1 if math-verify finds the completion's expression equal to the answer's."""
     import math_verify
 
-    # Its clock needs the main thread; elsewhere the deadline of the whole verdict is the only one.
+    # Its timeout uses signals and needs the main thread; in other threads only `reward.timeout_seconds` applies.
     seconds = _MATH_SECONDS if threading.current_thread() is threading.main_thread() else None
     wanted = _wanted(answer)
     bare = "\\" in wanted and "$" not in wanted and "\\boxed" not in wanted
@@ -91,12 +92,12 @@ def math(completion: str, answer: str | None) -> float:
 
 
 def reasoning_gym(problem: Problem, completion: str) -> float:
-    """The score that the row's own dataset gives: of what is in <answer> tags if there are any, else of all."""
+    """The score that the row's dataset gives to the text in <answer> tags, or to the whole completion without tags."""
     origin = problem.columns.get("reasoning_gym") or _origin(problem)
     dataset = _dataset(origin["dataset"], json.dumps(origin["params"], sort_keys=True))
     entry = {name: problem.columns.get(name) for name in ("question", "answer", "metadata")}
     if "index" in origin:
-        # Some entries hold what JSON can't, so the dataset's own one is taken where it is this problem's.
+        # Some entries hold values that JSON can't represent, so the dataset's own entry is used for the same problem.
         made = dataset[origin["index"]]
         entry = made if made["question"] == entry["question"] else entry
     tagged = _TAGGED.findall(completion)
@@ -104,7 +105,7 @@ def reasoning_gym(problem: Problem, completion: str) -> float:
 
 
 def _origin(problem: Problem) -> dict[str, Any]:
-    """Rows that somebody exported from reasoning-gym name their dataset in their metadata."""
+    """Rows that were exported from reasoning-gym name their dataset in their metadata."""
     metadata = problem.columns.get("metadata")
     if not isinstance(metadata, dict) or "source_dataset" not in metadata:
         raise ValueError("the row does not come from reasoning-gym")

@@ -1,14 +1,14 @@
-"""The reward `code`: the last fenced block of an answer, run in the sandbox against the tests of its row.
+"""The reward `code`: runs the last fenced block of a completion in the sandbox against the tests of its row.
 
 The row's column `tests` is either a list of `{"input": ..., "output": ...}` pairs, for programs that read stdin and
-write stdout, or Python code with asserts (one text or a list of them), which runs after the block. The reward is the
+write stdout, or Python code with asserts (one text or a list of texts), which runs after the block. The reward is the
 share of tests that pass.
 
 Invariants:
-- an answer's tests share one budget of seconds, below the deadline of the verdict: code that never ends is worth what
-  it had passed by then, and is not a failed verdict;
-- a block that leaves before the asserts, with whatever exit code, has not passed them. It shares their process, though,
-  and one that looks for a way to fool them can find one; outputs are compared where the block can't reach.
+- the tests of a completion share one time budget, which is below `reward.timeout_seconds`: code that never ends scores
+  the tests that it passed before the budget ran out, and is not a failure;
+- a block that exits before the asserts, with any exit code, has not passed them. The block and the asserts share a
+  process, however, so a block written to deceive the asserts can do so; outputs are compared outside that process.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _BLOCK = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)```", re.DOTALL)
 
 
 def last_block(text: str) -> str | None:
-    """The last fenced block of Python, or of no named language."""
+    """The last fenced block that is marked as Python or has no language."""
     found = [body for language, body in _BLOCK.findall(text) if language.lower() in ("", "py", "python", "python3")]
     return found[-1] if found else None
 
 
 class CodeReward:
-    """Runs answers, each within a budget of seconds."""
+    """Runs the code of completions, each within a time budget in seconds."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        Sandbox()  # refuses at once where code can't be run safely
+        Sandbox()  # raises at once where code can't be run safely
 
     def __call__(self, problem: Problem, completion: str) -> float:
-        """The share of the row's tests that the answer's code passes."""
+        """The share of the row's tests that the code of the completion passes."""
         tests = _tests(problem.columns.get("tests"))
         block = last_block(completion)
         if block is None:
@@ -63,7 +63,7 @@ def _passes(block: str, test: str | tuple[str, str], sandbox: Sandbox) -> bool:
 
 
 def _asserts(block: str, test: str, sandbox: Sandbox) -> bool:
-    """The code after the asserts is reached: it says a word made for this run."""
+    """Whether the code after the asserts is reached: it prints a word made for this run."""
     word = secrets.token_hex(16)
     outcome = sandbox.run(f"{block}\n{test}\nprint()\nprint({word!r})\n")
     return outcome.ok and outcome.stdout.endswith(f"\n{word}\n")
@@ -91,5 +91,5 @@ def _test(each: Any) -> str | tuple[str, str]:
 
 
 def _lines(text: str) -> list[str]:
-    """What counts of an output: its lines, without spaces at their ends or empty lines at its own."""
+    """The lines of an output that are compared: without trailing spaces and without trailing empty lines."""
     return [line.rstrip() for line in text.rstrip().splitlines()]

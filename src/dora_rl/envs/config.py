@@ -10,54 +10,54 @@ from dora_rl.core.config import Config
 
 
 class DataConfig(Config):
-    """Where problems come from."""
+    """The source of the problems."""
 
     source: str
-    """`FILE.jsonl`, `.json` or `.parquet`; `datasets:NAME[:SPLIT]`; `reasoning_gym:NAME`; or `FILE.py:function` or
+    """`FILE.jsonl`, `.json` or `.parquet`; `datasets:NAME[:SPLIT]`; `reasoning_gym:NAME`; or a `FILE.py:function` or
     `module:function` that returns rows."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the dataset or function that `source` names."""
     prompt: str = Field(default="prompt", min_length=1)
-    """Column with the prompt: a text, or a list of messages."""
+    """Column with the prompt: a text or a list of messages."""
     answer: str = Field(default="answer", min_length=1)
     """Column with the answer; dots reach into objects, as in `reward_model.ground_truth`."""
     system: str | None = None
-    """System message put in front of every prompt, which makes a chat of texts; empty: a chat without one."""
+    """System message put before every prompt, which turns texts into chats; an empty one makes a chat without it."""
     limit: int | None = Field(default=None, ge=1)
-    """Rows to read; the others are left out."""
+    """Number of rows to read; the rows after them are left out."""
     held_out: int = Field(default=0, ge=0)
-    """Rows at the end of what is read that are kept for evaluation and never trained."""
+    """Number of rows, at the end of those read, that are kept for evaluation and never trained."""
     shuffle: bool = True
-    """Train in another order each epoch."""
+    """Train in a different order each epoch."""
     seed: int = 0
-    """Of the order, and of generated data."""
+    """Seed of the order and of generated data."""
     size: int = Field(default=1000, ge=1)
-    """Rows to generate (`reasoning_gym`), `held_out` ones included."""
+    """Number of rows to generate (`reasoning_gym`), including the `held_out` ones."""
     epochs: int | None = Field(default=None, ge=1)
-    """Passes over the training rows; none: as many as the run needs."""
+    """Passes over the training rows; unset: as many as the run needs."""
 
     @model_validator(mode="after")
-    def _known_places(self) -> Self:
+    def _no_remote_code(self) -> Self:
         if "trust_remote_code" in self.params:
             raise ValueError("params.trust_remote_code is not supported: convert that dataset to parquet or JSONL")
         return self
 
 
 class RewardConfig(Config):
-    """What an answer is worth."""
+    """How completions are rewarded."""
 
     functions: list[str] = Field(default_factory=list)
     """Builtins (`exact`, `contains`, `number`, `math`, `reasoning_gym`, `code`, `format:REGEX`), `FILE.py:function`
     or `module:function`; the reward is their weighted sum."""
     weights: list[FiniteFloat] | None = None
-    """One weight per function; 1 each if left out."""
+    """One weight per function; unset: 1 each."""
     timeout_seconds: float = Field(default=30.0, gt=0)
-    """One answer's verdict is `failed` if it takes longer."""
+    """The trajectory fails if scoring it takes longer."""
     workers: int = Field(default=1, ge=1)
-    """Processes that judge at once."""
+    """Reward workers: processes that score in parallel."""
     concurrency: int = Field(default=1, ge=1)
-    """Answers that each of the workers judges at a time, in threads: more than 1 for functions that wait for other
-    machines, or are async. Signals work only with 1, and so does `math`, which uses them."""
+    """Completions that each worker scores at a time, in threads: more than 1 for functions that wait for other machines
+    or are async. Signals work only with 1, and so does `math`, which uses them."""
 
     @model_validator(mode="after")
     def _one_weight_each(self) -> Self:
@@ -75,16 +75,16 @@ class RewardConfig(Config):
 
 
 class EnvironmentConfig(Config):
-    """What answers back, where a trajectory has several turns."""
+    """The environment, for trajectories of several turns."""
 
     kind: str | None = None
-    """`FILE.py:Class` or `module:Class`; none: one turn."""
+    """`FILE.py:Class` or `module:Class`; unset: one turn."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the class."""
     max_turns: int = Field(default=8, ge=1)
-    """The trajectory ends after so many turns of the policy."""
+    """The trajectory ends after this many turns of the policy."""
     timeout_seconds: float = Field(default=60.0, gt=0)
-    """The trajectory's verdict is `failed` if one reset or step takes longer."""
+    """The trajectory fails if one reset or step takes longer."""
     concurrency: int = Field(default=1, ge=1)
-    """Environments that each of the `reward.workers` asks at a time, in threads: more than 1 for those that wait for
-    tools or other machines, or are async. Signals work only with 1."""
+    """Environments that each of the `reward.workers` steps at a time, in threads: more than 1 for environments that
+    wait for tools or other machines, or are async. Signals work only with 1."""

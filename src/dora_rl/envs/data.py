@@ -1,11 +1,11 @@
-"""Problems: rows of any source, checked and made plain.
+"""Problems: rows of any source, checked and converted to plain JSON values.
 
 Invariants:
-- a problem's key depends on its content and on its place in the source, never on shuffling, limits or held-out rows,
-  so that a ledger knows it again in a later run;
-- a problem is JSON through and through: it crosses processes;
-- held-out rows are set aside before any shuffling, from the end of what is read, and never appear in `train`;
-- the order of an epoch depends on seed, epoch and number of rows alone.
+- a problem's key depends on its content and its row number in the source, never on shuffling, limits or held-out rows,
+  so that a ledger recognises it in a later run;
+- a problem consists of JSON values only, since it crosses processes;
+- held-out rows are set aside before any shuffling, from the end of the rows read, and never appear in `train`;
+- the order of an epoch depends only on the seed, the epoch and the number of rows.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ PromptText: TypeAlias = str | tuple[ChatMessage, ...]
 
 
 class Problem(Record, frozen=True, kw_only=True):
-    """One row: what is asked, the right answer if there is one, and what else the row says."""
+    """One row: the prompt, the right answer if there is one, and the other columns."""
 
     key: str
     prompt: PromptText
     answer: str | None = None
     columns: dict[str, Any] = msgspec.field(default_factory=dict)
-    """All columns besides the prompt, under their own names and with their own types; `answer` is the answer as the
-    row has it, whatever its column is called there."""
+    """All columns except the prompt, under their own names and with their own types; `answer` is the answer as it is in
+    the row, whatever the name of its column."""
 
 
 class Dataset(Record, frozen=True, kw_only=True):
@@ -56,15 +56,15 @@ class Dataset(Record, frozen=True, kw_only=True):
     epochs: int | None = None
 
     def order(self, epoch: int) -> list[int]:
-        """Places in `train`, in the order in which an epoch goes through them."""
-        places = range(len(self.train))
+        """Indices into `train`, in the order of an epoch."""
+        indices = range(len(self.train))
         if not self.shuffle:
-            return list(places)
-        return sorted(places, key=lambda place: _digest(f"{self.seed}/{epoch}/{place}".encode()))
+            return list(indices)
+        return sorted(indices, key=lambda index: _digest(f"{self.seed}/{epoch}/{index}".encode()))
 
 
 def load(config: DataConfig, folder: Path) -> Dataset:
-    """Read and check all problems; relative paths start at `folder`."""
+    """Read and check all problems; relative paths are relative to `folder`."""
     chosen = itertools.islice(rows(config, folder), config.limit)
     problems = [problem(row, number, config) for number, row in enumerate(chosen)]
     if not problems:
@@ -82,11 +82,11 @@ def load(config: DataConfig, folder: Path) -> Dataset:
 
 
 def problem(row: Row, number: int, config: DataConfig) -> Problem:
-    """One row as a problem, or an error that names its place."""
+    """One row as a problem, or an error that names the row."""
     try:
         value = plain(row.value)
         if not isinstance(value, dict):
-            raise _BadRowError("an object with columns is wanted")
+            raise _BadRowError("the row must be an object with columns")
         content = msgspec.json.encode(value, order="sorted")
         msgspec.msgpack.encode(value)
         answer = _answer(value, config)
@@ -100,19 +100,19 @@ def problem(row: Row, number: int, config: DataConfig) -> Problem:
     except _BadRowError as error:
         raise DataError(f"{row.where}: {error}") from None
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise DataError(f"{row.where} holds a value that JSON can't: {error}") from error
+        raise DataError(f"{row.where} has a value that JSON can't represent: {error}") from error
 
 
 class _BadRowError(Exception):
-    """What is wrong with a row, without its place."""
+    """What is wrong with a row, without the row's position."""
 
 
 def plain(value: Any) -> Any:
-    """A value of any source as plain JSON types."""
+    """A value of any source, as plain JSON types."""
     if value is None or type(value) in (str, bool, int):
         return value
     if isinstance(value, float):
-        # What is not a number has no place in JSON; data frames mean "missing" by it.
+        # JSON has no NaN or infinity; data frames use NaN for missing values.
         return float(value) if math.isfinite(value) else None
     if isinstance(value, str):
         return str(value)
@@ -149,7 +149,7 @@ def _prompt(value: dict[str, Any], config: DataConfig) -> PromptText:
         return given if config.system is None else (*_system(config), ChatMessage(role="user", content=given))
     if not isinstance(given, list) or not given:
         raise _BadRowError(f"'{config.prompt}' must be a text or a list of messages")
-    messages = tuple(_message(item, place) for place, item in enumerate(given, 1))
+    messages = tuple(_message(item, number) for number, item in enumerate(given, 1))
     return messages if messages[0].role == "system" else (*_system(config), *messages)
 
 
@@ -157,27 +157,27 @@ def _system(config: DataConfig) -> tuple[ChatMessage, ...]:
     return (ChatMessage(role="system", content=config.system),) if config.system else ()
 
 
-def _message(item: Any, place: int) -> ChatMessage:
+def _message(item: Any, number: int) -> ChatMessage:
     if not isinstance(item, dict):
-        raise _BadRowError(f"message {place} must be an object with role and content")
-    said = {key: part for key, part in item.items() if part is not None}
-    unknown = sorted(said.keys() - {"role", "content"})
+        raise _BadRowError(f"message {number} must be an object with role and content")
+    given = {key: value for key, value in item.items() if value is not None}
+    unknown = sorted(given.keys() - {"role", "content"})
     if unknown:
-        raise _BadRowError(f"message {place} has the key '{unknown[0]}': only role and content are known")
-    role, content = said.get("role"), said.get("content")
+        raise _BadRowError(f"message {number} has the key '{unknown[0]}': only role and content are supported")
+    role, content = given.get("role"), given.get("content")
     if not isinstance(role, str) or not isinstance(content, str) or not role:
-        raise _BadRowError(f"message {place} must have role and content, both texts")
+        raise _BadRowError(f"message {number} must have role and content, both texts")
     return ChatMessage(role=role, content=content)
 
 
 def _answer(value: dict[str, Any], config: DataConfig) -> Any:
-    """The answer as the row has it; the place where verl's files keep it is known too."""
+    """The answer as it is in the row; the default also looks where verl's files have it."""
     found = _at(value, config.answer)
     return _at(value, "reward_model.ground_truth") if found is None and config.answer == "answer" else found
 
 
 def _at(columns: Mapping[str, Any], path: str) -> Any:
-    """A column, or with dots a value inside one; none if it is not there."""
+    """A column, or with dots a value inside one; None if there is no such value."""
     if path in columns:
         return columns[path]
     node: Any = columns

@@ -1,10 +1,10 @@
-"""Several turns: an environment answers what the policy says, until it is done.
+"""Trajectories of several turns: an environment answers each message of the policy until it is done.
 
-A `Session` is one trajectory's environment, from reset to verdict. Invariants:
-- a class that can't be used is the user's mistake and raises when the environment is named; from then on nothing raises
-  but the user's own interrupt: an environment that raises or returns nonsense ends its session with a failed verdict;
+A `Session` is the environment of one trajectory, from reset to reward result. Invariants:
+- a class that can't be used is the user's mistake and raises when `Environments` is made; after that only the user's
+  interrupt (KeyboardInterrupt) raises: a session whose environment raises or returns nonsense ends with a failure;
 - a session takes at most `max_turns` texts and ends once: after `done` it takes no more;
-- its reward is the sum of what its steps gave, and of the reward functions' sum on the last text if there are any.
+- its reward is the sum of the rewards of its steps, plus that of the reward functions, if any, for the last text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dora_rl.core.types import Record
 from dora_rl.envs.async_bridge import Loop, SharedLoop
 from dora_rl.envs.config import EnvironmentConfig
 from dora_rl.envs.data import ChatMessage, Problem
-from dora_rl.envs.reward_signatures import own
+from dora_rl.envs.reward_signatures import copy_of
 from dora_rl.envs.rewards import RewardResult, RewardScorer
 from dora_rl.envs.user_code import named_object, one_line
 
@@ -30,7 +30,7 @@ Opening: TypeAlias = str | tuple[ChatMessage, ...] | None
 
 
 class Turn(Record, frozen=True, kw_only=True):
-    """What an environment answers."""
+    """The answer of an environment to one message of the policy."""
 
     observation: str | None = None
     reward: float = 0.0
@@ -38,17 +38,17 @@ class Turn(Record, frozen=True, kw_only=True):
 
 
 class Environment(Protocol):
-    """What a user writes; both methods may be async. One object serves one trajectory."""
+    """The interface of a user's environment; both methods may be async. One object serves one trajectory."""
 
     def reset(self, problem: Problem) -> Any:
-        """Begin with a problem; what it returns (a text, messages or nothing) is put after the prompt."""
+        """Start with a problem; the returned text or messages, if any, are put after the prompt."""
 
     def step(self, text: str) -> Any:
-        """Answer the policy: a `Turn`, `(observation, reward, done)`, or what gym's environments return."""
+        """Answer the policy with a `Turn`, with `(observation, reward, done)`, or as gym's environments do."""
 
 
 class Environments:
-    """The class that a config names, ready to make one environment for each trajectory."""
+    """Makes one environment for each trajectory, from the class that the config names."""
 
     def __init__(self, config: EnvironmentConfig, folder: Path, scorer: RewardScorer | None = None) -> None:
         if config.kind is None:
@@ -60,14 +60,14 @@ class Environments:
         _check(config.kind, self._make, config.params)
 
     def begin(self, problem: Problem) -> Session:
-        """A new environment, reset to a problem."""
+        """A new environment that was reset to a problem."""
         return Session(
             lambda: self._make(**self._config.params), problem, self._config.max_turns, self._loop, self._scorer
         )
 
 
 class Session:
-    """One trajectory's environment."""
+    """The environment of one trajectory."""
 
     def __init__(
         self,
@@ -89,16 +89,16 @@ class Session:
         self.turns = 0
         self.failed: str | None = None
         self.opening: Opening = None
-        """What the environment puts after the prompt."""
+        """The text or messages that the environment puts after the prompt."""
         self._guarded("reset", lambda: self._begin(make))
 
     @property
     def done(self) -> bool:
-        """No more turns: the environment said so, the turns are used up, or it failed."""
+        """There are no more turns: the environment is done, the turns are used up, or it failed."""
         return self._ended or self.failed is not None or self.turns >= self._max_turns
 
     def step(self, text: str, token_ids: tuple[int, ...] = ()) -> Turn:
-        """Give the environment what the policy said. A turn that fails, or is the last one allowed, is done."""
+        """Pass the policy's text to the environment. A turn that fails, or is the last one allowed, is done."""
         assert not self.done, "the session is over"
         self.turns += 1
         self._last = text, token_ids
@@ -108,7 +108,7 @@ class Session:
         return Turn(observation=observation, reward=reward, done=self.done)
 
     def result(self) -> RewardResult:
-        """What the trajectory is worth; closes the environment."""
+        """Close the environment and return the reward of the trajectory, or why it failed."""
         self.close()
         if self.failed is not None:
             return RewardResult(failed=self.failed)
@@ -123,7 +123,7 @@ class Session:
         return RewardResult(reward=steps + scored.reward, components={**scored.components, "environment": steps})
 
     def close(self) -> None:
-        """Let the environment clean up, if it wants to; a failure in that counts too."""
+        """Call the environment's `close`, if it has one; an error there fails the session too."""
         environment, self._environment = self._environment, None
         closing = getattr(environment, "close", None)
         if callable(closing):
@@ -131,7 +131,7 @@ class Session:
 
     def _begin(self, make: Callable[[], Environment]) -> None:
         self._environment = make()
-        self.opening = _opening(self._loop.finish(self._environment.reset(own(self._problem))))
+        self.opening = _opening(self._loop.finish(self._environment.reset(copy_of(self._problem))))
 
     def _take(self, text: str) -> None:
         assert self._environment is not None
@@ -150,7 +150,7 @@ class Session:
 
 
 def as_turn(value: Any) -> Turn:
-    """Read what a step returned, in any of the usual forms."""
+    """The turn that a step returned, in any of the usual forms."""
     if isinstance(value, Turn):
         observation, reward, done = value.observation, value.reward, value.done
     elif not isinstance(value, tuple) or len(value) not in (3, 4, 5):
@@ -164,7 +164,7 @@ def as_turn(value: Any) -> Turn:
     if isinstance(reward, str | bytes) or not math.isfinite(float(reward)):
         raise ValueError(f"the reward is {reward!r}")
     if observation is None and not done:
-        raise ValueError("there is no observation, though it is not done")
+        raise ValueError("there is no observation, but the environment is not done")
     return Turn(observation=observation, reward=float(reward), done=bool(done))
 
 
@@ -188,4 +188,4 @@ def _check(name: str, make: Any, params: dict[str, Any]) -> None:
     except TypeError as error:
         raise ConfigError(f"environment '{name}' can't be made with environment.params: {error}") from error
     except ValueError:
-        return  # it says nothing of its parameters
+        return  # its parameters can't be inspected

@@ -1,10 +1,10 @@
-"""The shapes that reward functions have in this field, told apart by their parameters.
+"""The usual signatures of reward functions, recognised by their parameters.
 
 - TRL: `f(prompts, completions, **columns) -> list[float]`, for many answers at once;
 - verl: `f(data_source, solution_str, ground_truth, extra_info) -> float | {"score": float}`;
 - plain: `f(prompt, completion, answer) -> float`; a parameter called `problem` gets the whole `Problem`.
 
-A shape only says how a function is called and how many answers it takes; what it returns is read in `rewards`.
+A signature determines how a function is called and how many answers it takes; `rewards` reads what it returns.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dora_rl.envs.data import ChatMessage, Problem
 
 
 class Answer(NamedTuple):
-    """One completion of one problem, to be judged."""
+    """One completion of one problem, to be scored."""
 
     problem: Problem
     completion: str
@@ -29,13 +29,13 @@ class Answer(NamedTuple):
 
 
 class RewardSignature(NamedTuple):
-    """A reward function and how to call it; awaitables come back as they are."""
+    """A reward function and how to call it; awaitables are returned as they are."""
 
     name: str
     many: Callable[[Sequence[Answer]], Any] | None
-    """Scores a list; none if the function takes one answer at a time."""
+    """Scores a list of answers; None if the function takes one answer at a time."""
     one: Callable[[Answer], Any]
-    """Scores one; a list of one score if `many` is there."""
+    """Scores one answer; returns a list of one score if `many` is set."""
 
 
 Parameters: TypeAlias = dict[str, inspect.Parameter]
@@ -44,14 +44,14 @@ _KEYWORDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_
 
 
 def signature_of(name: str, function: Any) -> RewardSignature:
-    """Find out how a function is to be called, or say what it should look like."""
+    """How a function is called, found from its parameters; an error that lists the signatures if none matches."""
     try:
         parameters = dict(inspect.signature(function).parameters)
     except (TypeError, ValueError):
         raise ConfigError(f"reward '{name}' is not a function") from None
     if inspect.isclass(function):
         raise ConfigError(f"reward '{name}' is a class: name a function")
-    only_keywords = [kind.kind for kind in parameters.values()] == [inspect.Parameter.VAR_KEYWORD]
+    only_keywords = [parameter.kind for parameter in parameters.values()] == [inspect.Parameter.VAR_KEYWORD]
     if "solution_str" in parameters:
         return RewardSignature(name, None, lambda answer: _call(function, parameters, _verl(answer)))
     if only_keywords or parameters.keys() & {"prompts", "completions"}:
@@ -62,8 +62,8 @@ def signature_of(name: str, function: Any) -> RewardSignature:
         )
     if "completion" in parameters:
         return RewardSignature(name, None, lambda answer: _call(function, parameters, _plain(answer)))
-    if _three_places(parameters):
-        return RewardSignature(name, None, lambda answer: function(*_places(answer, next(iter(parameters)))))
+    if _three_positional(parameters):
+        return RewardSignature(name, None, lambda answer: function(*_positional(answer, next(iter(parameters)))))
     raise ConfigError(
         f"reward '{name}' takes ({', '.join(parameters)}): write it as f(prompts, completions, **columns), "
         "f(data_source, solution_str, ground_truth, extra_info) or f(prompt, completion, answer)"
@@ -71,7 +71,7 @@ def signature_of(name: str, function: Any) -> RewardSignature:
 
 
 def _call(function: Any, parameters: Parameters, given: dict[str, Any]) -> Any:
-    """Call with what the function asks for; all there is if it takes any keyword."""
+    """Call a function with the arguments that it names, or with all of them if it has `**keywords`."""
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return function(**given)
     asked = {name for name, parameter in parameters.items() if parameter.kind in _KEYWORDS}
@@ -89,7 +89,7 @@ def _trl(answers: Sequence[Answer], parameters: Parameters) -> dict[str, Any]:
         for answer, is_chat in zip(answers, chat, strict=True)
     ]
     given["completion_ids"] = [list(answer.completion_ids) for answer in answers]
-    # TRL hands these to every function; here they say nothing, and are there for those that name them.
+    # TRL passes these to every function; here they do nothing and exist only for functions that name them.
     spare = {"trainer_state": None, "log_extra": _ignore, "log_metric": _ignore}
     return {**{name: value for name, value in spare.items() if name in parameters}, **given}
 
@@ -106,7 +106,7 @@ def _verl(answer: Answer) -> dict[str, Any]:
 
 
 def _plain(answer: Answer) -> dict[str, Any]:
-    problem = own(answer.problem)
+    problem = copy_of(answer.problem)
     return {
         **problem.columns,
         "problem": problem,
@@ -117,18 +117,18 @@ def _plain(answer: Answer) -> dict[str, Any]:
     }
 
 
-def _three_places(parameters: Parameters) -> bool:
-    places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return len([kind for kind in parameters.values() if kind.kind in places]) == 3
+def _three_positional(parameters: Parameters) -> bool:
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(parameter.kind in positional for parameter in parameters.values()) == 3
 
 
-def _places(answer: Answer, first: str) -> tuple[Any, str, str | None]:
-    asked = own(answer.problem) if first == "problem" else prompt_value(answer.problem)
+def _positional(answer: Answer, first: str) -> tuple[Any, str, str | None]:
+    asked = copy_of(answer.problem) if first == "problem" else prompt_value(answer.problem)
     return asked, answer.completion, answer.problem.answer
 
 
 def prompt_value(problem: Problem) -> str | list[dict[str, str]]:
-    """The prompt as other libraries pass it: a text or a list of plain messages."""
+    """The prompt as other libraries pass it: a text or a list of dicts."""
     return problem.prompt if isinstance(problem.prompt, str) else [_message(message) for message in problem.prompt]
 
 
@@ -137,14 +137,14 @@ def _message(message: ChatMessage) -> dict[str, str]:
 
 
 def _columns(problem: Problem) -> dict[str, Any]:
-    """The function's own copy: what it changes there is not seen by the other siblings' verdicts."""
+    """A copy for one call: changes that the function makes do not affect other calls."""
     return copy.deepcopy(problem.columns)
 
 
-def own(problem: Problem) -> Problem:
-    """A copy that its user may change."""
+def copy_of(problem: Problem) -> Problem:
+    """A copy of a problem, which user code may change."""
     return msgspec.structs.replace(problem, columns=_columns(problem))
 
 
 def _ignore(*_: Any) -> None:
-    """Where TRL would write down a metric."""
+    """Stands in for TRL's functions that record a metric."""

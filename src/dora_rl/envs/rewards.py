@@ -1,13 +1,13 @@
-"""Judging: completions in, verdicts out.
+"""Scores completions with the reward functions of a config.
 
 Invariants:
-- a name that can't be resolved is the user's mistake and raises when the judge is made; from then on nothing raises
-  but the user's own interrupt: whatever a function does becomes a `failed` verdict that names it;
-- a verdict has either a finite reward or a reason, never both and never neither;
-- an answer's verdict does not depend on the answers that are judged beside it: where a function that takes many fails
-  on them together, each is given to it alone.
+- a name that can't be resolved is the user's mistake and raises when the scorer is made; after that only the user's
+  interrupt (KeyboardInterrupt) raises: any other error of a function becomes a failure that names the function;
+- a reward result has either a finite reward or the reason of a failure, never both and never neither;
+- the result of an answer does not depend on the other answers of the call: if a function that takes many answers fails
+  on all of them together, it is called again for each.
 
-A judge runs in a process that may be killed: a function that hangs is cut off from outside.
+A scorer runs in a process that may be killed: the supervisor ends a function that hangs.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from dora_rl.envs.user_code import named_object, one_line
 
 
 class RewardResult(Record, frozen=True, kw_only=True):
-    """What one answer is worth, or why nobody can say."""
+    """The reward of one answer, or why it could not be computed."""
 
     reward: float | None = None
     components: dict[str, float] = msgspec.field(default_factory=dict)
-    """What each function gave, before weights; further numbers it told of, as `function/name`."""
+    """The score of each function before weighting; further numbers that it returned, as `function/name`."""
     failed: str | None = None
 
     def __post_init__(self) -> None:
@@ -44,13 +44,13 @@ class RewardResult(Record, frozen=True, kw_only=True):
 
 
 _MOST_EXTRAS = 32
-"""Further numbers of one verdict that are kept: each becomes a metric, and is written down with its trajectory."""
+"""Further numbers kept from one call: each becomes a metric and is recorded with its trajectory."""
 _LARGEST = 1e300
-"""Sums of a step's numbers are finite."""
+"""Larger numbers are left out, so that the sums over a step stay finite."""
 
 
 class _Score(Record, frozen=True, kw_only=True):
-    """What one function says of one answer; neither value nor failure where it does not apply."""
+    """The score that one function gives one answer; neither value nor failure if the function does not apply."""
 
     value: float | None = None
     extras: dict[str, float] = msgspec.field(default_factory=dict)
@@ -61,7 +61,7 @@ _Scores: TypeAlias = list[_Score]
 
 
 class RewardScorer:
-    """All reward functions of a run, called as their shapes want it."""
+    """All reward functions of a run, each called according to its signature."""
 
     def __init__(self, reward: RewardConfig, folder: Path) -> None:
         self._functions = _resolve(reward, folder)
@@ -69,13 +69,13 @@ class RewardScorer:
         self._loop = Loop() if reward.concurrency == 1 else SharedLoop()
 
     def score(self, problem: Problem, completion: str, completion_ids: tuple[int, ...] = ()) -> RewardResult:
-        """The verdict on one completion."""
+        """Score one completion."""
         return self.score_many([Answer(problem, completion, completion_ids)])[0]
 
     def score_many(self, answers: Sequence[Answer]) -> list[RewardResult]:
-        """The verdicts on many, in their order; functions that take lists are called once."""
+        """Score many answers, in their order; functions that take lists are called once."""
         table = [self._by_function(function, answers) for function in self._functions]
-        return [self._combine([scores[place] for scores in table]) for place in range(len(answers))]
+        return [self._combine([scores[index] for scores in table]) for index in range(len(answers))]
 
     def _by_function(self, function: RewardSignature, answers: Sequence[Answer]) -> _Scores:
         if function.many is not None and len(answers) > 1:
@@ -85,7 +85,7 @@ class RewardScorer:
         return [self._alone(function, answer) for answer in answers]
 
     def _together(self, function: RewardSignature, answers: Sequence[Answer]) -> _Scores | None:
-        """All scores of one call; none if the call as a whole came to nothing."""
+        """All scores of one call; None if the call failed as a whole."""
         assert function.many is not None
         try:
             values = list(self._loop.finish(function.many(answers)))
@@ -131,7 +131,7 @@ class RewardScorer:
 
 
 def _score(name: str, value: Any, *, listed: bool) -> _Score:
-    """Read one returned value. In a list, None says that the function does not apply to that row, as in TRL."""
+    """The score in a returned value. In a list, None means that the function does not apply to that row, as in TRL."""
     try:
         if value is None and listed:
             return _Score()
@@ -158,20 +158,20 @@ def _text(key: Any) -> str:
 
 
 def _extras(returned: dict[Any, Any]) -> dict[str, float]:
-    """The numbers beside the score, whatever kind of number they are; what is none is left out."""
+    """The numbers beside the score, of any numeric type; other values are left out."""
     found: dict[str, float] = {}
     for key, item in returned.items():
         if key == "score" or len(found) == _MOST_EXTRAS or not hasattr(item, "__float__"):
             continue
-        with contextlib.suppress(Exception):  # an array, say
+        with contextlib.suppress(Exception):  # for instance an array
             number = float(item)
-            if abs(number) < _LARGEST:  # and not what is not finite
+            if abs(number) < _LARGEST:  # False for NaN, too
                 found[_text(key)] = number
     return found
 
 
 def _resolve(reward: RewardConfig, folder: Path) -> list[RewardSignature]:
-    """All functions, under short names where those differ."""
+    """All functions, under their short names where those are unique."""
     found = [_function(name, folder, reward.timeout_seconds) for name in reward.functions]
     short = [function.name for function in found]
     return [
@@ -185,5 +185,5 @@ def _function(name: str, folder: Path, seconds: float) -> RewardSignature:
     if ready is not None:
         return signature_of(name, ready)
     if ":" not in name:
-        raise ConfigError(f"reward '{name}' is unknown: take {', '.join(NAMES)}, format:REGEX or FILE.py:function")
+        raise ConfigError(f"reward '{name}' is unknown: use {', '.join(NAMES)}, format:REGEX or FILE.py:function")
     return signature_of(name.rpartition(":")[2], named_object(name, folder))

@@ -1,6 +1,6 @@
-"""Rows of every kind of source, one after the other, each with the place that an error can name.
+"""Reads rows one by one from every kind of source, each with its position for error messages.
 
-Nothing is read beyond what is asked for, so that `limit` also bounds a large file or an endless generator.
+Nothing is read beyond the rows that are consumed, so that `limit` also bounds a large file or an endless generator.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from dora_rl.envs.user_code import named_object, one_line
 
 
 class Row(NamedTuple):
-    """One row as it came, unchecked."""
+    """One row as it was read, unchecked."""
 
     value: Any
     where: str
 
 
 def rows(config: DataConfig, folder: Path) -> Iterator[Row]:
-    """All rows of a source, in its own order."""
+    """All rows of a source, in the order of the source."""
     kind, _, rest = config.source.partition(":")
     if kind == "datasets":
         return _datasets(rest, config, folder)
@@ -54,7 +54,7 @@ def _jsonl(path: Path) -> Iterator[Row]:
 
 
 def _json_file(path: Path) -> Iterator[Row]:
-    """A JSON list, or JSON lines under the name of .json."""
+    """A JSON list, or JSON lines in a file called .json."""
     try:
         with path.open("rb") as file:
             listed = file.read(4096).lstrip()[:1] == b"["
@@ -109,7 +109,7 @@ def _datasets(name: str, config: DataConfig, folder: Path) -> Iterator[Row]:
 
 
 def _dataset(name: str, split: str, params: dict[str, Any], folder: Path) -> Any:
-    """A dataset of the hub, or in a local folder as `save_to_disk` or as data files."""
+    """A dataset from the hub, or from a local folder that holds the output of `save_to_disk` or data files."""
     import datasets
 
     local = folder / name
@@ -126,7 +126,7 @@ def _dataset(name: str, split: str, params: dict[str, Any], folder: Path) -> Any
 
 
 def _reasoning_gym(name: str, config: DataConfig) -> Iterator[Row]:
-    """Generated problems; each carries what its score is computed from."""
+    """Generated problems; each row includes what its score is computed from."""
     _need("reasoning_gym", "reasoning_gym:NAME needs reasoning-gym: pip install 'dora-rl[tasks]'")
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
@@ -154,12 +154,12 @@ def _function(config: DataConfig, folder: Path) -> Iterator[Row]:
     except UserError:
         raise
     except Exception as error:
-        raise DataError(f"{config.source} gives no rows: {one_line(error)}") from error
+        raise DataError(f"{config.source} returned no rows: {one_line(error)}") from error
     return _counted(made, config.source)
 
 
 def _counted(values: Iterable[Any], source: str) -> Iterator[Row]:
-    """Rows of code that is not ours: what it raises is said in one sentence."""
+    """Numbered rows from third-party code; an error that it raises becomes a message of one sentence."""
     number = 0
     iterator = iter(values)
     while True:

@@ -1,7 +1,7 @@
-"""Which files a task is made of: the code that a config names, with the modules beside it that it imports, and data.
+"""The files of a task: the code that a config names, the local modules that this code imports, and the data.
 
-Nothing is imported to find out: a source is parsed for its imports, and only modules in its own folder or in the
-config's folder are followed. What is installed elsewhere is named, not followed.
+Nothing is imported to find them: each source is parsed for its imports, and only modules in its folder or in the
+config's folder are followed. Modules that are installed elsewhere are named but not followed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _DATA = {".jsonl", ".json", ".parquet"}
 
 
 def code_files(names: Iterable[str], folder: Path) -> list[Path]:
-    """The sources behind names such as `FILE.py:function` and `module:function`; builtins have none."""
+    """The source files of names such as `FILE.py:function` and `module:function`; builtins have none."""
     found: dict[Path, None] = {}
     waiting = [path for name in names for path in _source(name, folder)]
     while waiting:
@@ -27,14 +27,14 @@ def code_files(names: Iterable[str], folder: Path) -> list[Path]:
         if path in found or not path.is_file():
             continue
         found[path] = None
-        places = [path.parent, folder.resolve()]
-        if path.is_relative_to(places[1]) or any(path.parent == place for place in places):
-            waiting += [one for module in _imports(path) for one in _module(module, [str(place) for place in places])]
+        search = [path.parent, folder.resolve()]
+        if path.is_relative_to(search[1]) or path.parent in search:
+            waiting += [one for module in _imports(path) for one in _module(module, [str(each) for each in search])]
     return sorted(found)
 
 
 def data_files(config: DataConfig, folder: Path) -> list[Path]:
-    """The files that problems are read from; what comes from a hub or a generator has none."""
+    """The files that problems are read from; datasets from a hub or a generator have none."""
     kind, _, rest = config.source.partition(":")
     if kind == "datasets":
         local = folder / rest.partition(":")[0]
@@ -44,25 +44,25 @@ def data_files(config: DataConfig, folder: Path) -> list[Path]:
 
 
 def data_code(config: DataConfig) -> Iterator[str]:
-    """The name of the function that makes the rows, if one does."""
+    """The name of the function that returns the rows, if there is one."""
     kind = config.source.partition(":")[0]
     if ":" in config.source and kind not in ("datasets", "reasoning_gym"):
         yield config.source
 
 
 def _source(name: str, folder: Path) -> Iterator[Path]:
-    place, colon, _ = name.rpartition(":")
+    module, colon, _ = name.rpartition(":")
     if not colon or name in NAMES or name.startswith("format:"):
         return
-    if place.endswith(".py"):
-        yield folder / place
+    if module.endswith(".py"):
+        yield folder / module
     else:
-        yield from _module(place, [*sys.path, str(folder.resolve())])
+        yield from _module(module, [*sys.path, str(folder.resolve())])
 
 
-def _module(name: str, places: list[str]) -> Iterator[Path]:
-    """The source of a module in these places, and of the packages around it."""
-    where: list[str] | None = places
+def _module(name: str, search: list[str]) -> Iterator[Path]:
+    """The source of a module in these folders, and of the packages around it."""
+    where: list[str] | None = search
     for part in name.split("."):
         spec = None if where is None else PathFinder.find_spec(part, where)
         if spec is None:
@@ -73,7 +73,7 @@ def _module(name: str, places: list[str]) -> Iterator[Path]:
 
 
 def _imports(path: Path) -> Iterator[str]:
-    """Names of modules that a source imports; a source that can't be parsed fails when it is used, and says so."""
+    """Names of modules that a source imports; a source that can't be parsed is reported when it is used."""
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError, RecursionError):

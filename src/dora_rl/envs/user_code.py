@@ -1,7 +1,7 @@
-"""Code that a config names: `FILE.py:name` or `module:name`.
+"""Loads the code that a config names: `FILE.py:name` or `module:name`.
 
-The config's folder is where relative files are looked for, and is importable, so that a task's files find each other.
-A name that can't be had is the user's mistake, whatever the file does when it is imported.
+Relative files are looked for in the config's folder, which is also importable, so that the files of a task can import
+each other. A name that can't be loaded is the user's mistake, whatever the file does when it is imported.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from dora_rl.core.errors import ConfigError
 
 
 def named_object(name: str, folder: Path) -> Any:
-    """What `FILE.py:name` or `module:name` stands for."""
-    place, colon, attribute = name.rpartition(":")
-    if not colon or not place or not attribute:
+    """The object that `FILE.py:name` or `module:name` names."""
+    source, colon, attribute = name.rpartition(":")
+    if not colon or not source or not attribute:
         raise ConfigError(f"'{name}' names no code: write FILE.py:function or module:function")
     importable(folder)
-    module = _file(folder / place) if place.endswith(".py") else _module(place)
+    module = _file(folder / source) if source.endswith(".py") else _module(source)
     found: Any = module
     for part in attribute.split("."):
         if not hasattr(found, part):
-            raise ConfigError(f"'{name}': {place} has no '{attribute}'")
+            raise ConfigError(f"'{name}': {source} has no '{attribute}'")
         found = getattr(found, part)
     return found
 
 
 def importable(folder: Path) -> None:
-    """Make the modules in a folder importable, behind all others so that none is shadowed."""
+    """Make the modules in a folder importable, after all others so that they shadow none."""
     path = str(folder.resolve())
     if path not in sys.path:
         sys.path.append(path)
 
 
 def one_line(error: BaseException, limit: int = 200) -> str:
-    """An error in one short line; its own text may be anything, or raise itself."""
+    """An error as one short line, even if its text is arbitrary or raises when it is read."""
     try:
         text = " ".join(str(error).split())
     except Exception:
         text = ""
-    said = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    said = said.encode("utf-8", "replace").decode("utf-8")
-    return said if len(said) <= limit else said[: limit - 3] + "..."
+    line = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    line = line.encode("utf-8", "replace").decode("utf-8")
+    return line if len(line) <= limit else line[: limit - 3] + "..."
 
 
 def _module(name: str) -> ModuleType:

@@ -1,17 +1,18 @@
-"""Model-written code, run where it can do no harm.
+"""Runs model-written code in a confined process.
 
 Invariants:
-- the code runs in a process of its own, with a folder of its own and none of the parent's environment or open files;
-- when `run` returns, or its caller dies, that process is dead; it can't have made another;
-- the folder is gone after the run; folders of callers that were killed are removed by the next sandbox;
-- with `strict`, code never runs with less than all guarantees.
+- the code runs in its own process, with its own folder and without the parent's environment variables or open files;
+- when `run` returns, or its caller dies, that process is dead, and it can't have started another;
+- the folder is removed after the run; folders of callers that were killed are removed by the next sandbox;
+- with `strict`, code never runs unless all guarantees hold.
 
-The guarantees: `network` no socket can be opened. `files` nothing outside the folder can be read, listed or changed,
-but for reading the interpreter's and the system's libraries; what is written is limited. `memory` is limited.
-`processes` no other process can be made, signalled or looked into; threads are limited. `time` wall and CPU.
+The guarantees: `network`: no socket can be opened. `files`: nothing outside the folder can be read, listed or changed,
+except that the libraries of the interpreter and the system can be read; the bytes written are limited. `memory`: the
+address space is limited. `processes`: no other process can be started, signalled or inspected; threads are limited.
+`time`: wall-clock and CPU time are limited.
 
-What the kernel can't count (written bytes over all files, threads, output) is looked at many times a second, so that
-these three limits can be passed by what a process does within one look.
+The kernel does not limit the bytes written over all files, the number of threads and the size of the output. These
+three are polled every 20 ms, so a process can exceed them by what it does between two polls.
 """
 
 from __future__ import annotations
@@ -36,29 +37,29 @@ from dora_rl.core.config import Config
 from dora_rl.core.errors import SandboxError
 from dora_rl.core.types import Record
 from dora_rl.envs.sandbox.jail import MAIN
-from dora_rl.envs.sandbox.scratch import folder_of_a_run, sweep, too_large, write
+from dora_rl.envs.sandbox.scratch import run_folder, sweep, too_large, write
 
 GUARANTEES = frozenset({"network", "files", "memory", "processes", "time"})
 _ROOT = Path(__file__).parents[3]
 _START = "import sys; sys.path.insert(0, sys.argv[1]); from dora_rl.envs.sandbox.jail.inside import main; main()"
-# Shared libraries that extension modules load, time zones, and devices that hold nothing.
+# Shared libraries that extension modules load, time zones, and devices without data.
 _READABLE = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/etc/localtime", "/usr/share/zoneinfo",
              "/dev/urandom", "/dev/random", "/dev/zero")  # fmt: skip
-_LOOK_MILLISECONDS = 20
+_POLL_MILLISECONDS = 20
 
 
 class SandboxLimits(Config):
-    """What one run may use."""
+    """The resources that one run may use."""
 
     wall_seconds: float = Field(default=10.0, gt=0)
     cpu_seconds: float = Field(default=10.0, gt=0)
     """Rounded up to whole seconds."""
     memory_bytes: int = Field(default=512 << 20, ge=64 << 20)
-    """Address space, the interpreter's own 40 MB included."""
+    """Address space, including the 40 MB of the interpreter."""
     output_bytes: int = Field(default=1 << 20, ge=0)
-    """Of stdout and of stderr, each."""
+    """Limit of stdout and of stderr, each."""
     disk_bytes: int = Field(default=32 << 20, ge=0)
-    """In its folder, over all files."""
+    """All files in its folder together."""
     disk_entries: int = Field(default=1000, ge=0)
     """Files and folders in its folder."""
     open_files: int = Field(default=64, ge=16)
@@ -66,15 +67,15 @@ class SandboxLimits(Config):
 
 
 class Outcome(Record, frozen=True, kw_only=True):
-    """What came of a run."""
+    """The result of a run."""
 
     stdout: str
     stderr: str
     exit_code: int
-    """Of the process; minus the signal's number if one ended it."""
+    """Exit code of the process; the negative signal number if a signal ended it."""
     timed_out: bool = False
     reason: str | None = None
-    """Why the run was cut off; none if the code came to its own end, good or bad."""
+    """The limit that ended the run; None if the code ended by itself, with or without an error."""
 
     @property
     def ok(self) -> bool:
@@ -82,7 +83,7 @@ class Outcome(Record, frozen=True, kw_only=True):
 
 
 class Sandbox:
-    """Runs code within limits."""
+    """Runs Python code within limits."""
 
     def __init__(
         self, limits: SandboxLimits | None = None, *, strict: bool = True, guards: Iterable[str] = GUARANTEES
@@ -91,19 +92,19 @@ class Sandbox:
         self._strict = strict
         self._guards = frozenset(guards)
         self._slow = f"ran longer than {self._limits.wall_seconds:g} s"
-        self._busy = f"used the processor longer than {math.ceil(self._limits.cpu_seconds)} s"
+        self._busy = f"used more CPU time than {math.ceil(self._limits.cpu_seconds)} s"
         if strict:
             _refuse(_missing() | dict.fromkeys(GUARANTEES - self._guards, "it is switched off"))
         sweep()
 
     @staticmethod
     def guarantees() -> frozenset[str]:
-        """Which guarantees hold on this system, found out by asking the kernel for each."""
+        """The guarantees that hold on this system, found by requesting each from the kernel."""
         return GUARANTEES - _missing().keys()
 
     def run(self, code: str, stdin: str = "", files: Mapping[str, str] | None = None) -> Outcome:
-        """Run Python code to its end or until a limit cuts it off."""
-        with folder_of_a_run() as folder:
+        """Run Python code until it ends or exceeds a limit."""
+        with run_folder() as folder:
             work = folder / "work"
             for name, text in {**_checked(files or {}), MAIN: code}.items():
                 write(work / name, text)
@@ -120,8 +121,8 @@ class Sandbox:
             )
 
     def missing(self) -> dict[str, str]:
-        """Guards that can't be had here, with the reason, as an empty run reports them."""
-        with folder_of_a_run() as folder:
+        """Guarantees that this system can't give, with the reason, as an empty run reports them."""
+        with run_folder() as folder:
             write(folder / "work" / MAIN, "")
             write(folder / "stdin", "")
             self._watch(self._start(folder, folder / "work"), folder)
@@ -129,7 +130,7 @@ class Sandbox:
 
     def _start(self, folder: Path, work: Path) -> subprocess.Popen[bytes]:
         environment = {"HOME": str(work), "TMPDIR": str(work), "LANG": "C.UTF-8", "PATH": ""}
-        # What libraries set aside for each core or thread would meet the limits before anything is computed.
+        # Buffers that libraries allocate for each core or thread would exceed the memory limit before any computation.
         environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
         command = [sys.executable, "-I", "-X", "utf8", "-c", _START, str(_ROOT), self._plan(folder)]
         with (
@@ -153,14 +154,14 @@ class Sandbox:
         return json.dumps({**plan, "guards": sorted(self._guards), "readable": sorted(_library())})
 
     def _watch(self, process: subprocess.Popen[bytes], folder: Path) -> tuple[str | None, int]:
-        """Look at the process until it ends; end it if it goes too far. It is dead afterwards, whatever happens."""
+        """Poll the process until it ends; kill it if it exceeds a limit. It is dead when this returns or raises."""
         reason = None
         deadline = time.monotonic() + self._limits.wall_seconds
         handle = os.pidfd_open(process.pid)
         end = select.poll()
         end.register(handle, select.POLLIN)
         try:
-            while reason is None and not end.poll(_LOOK_MILLISECONDS):
+            while reason is None and not end.poll(_POLL_MILLISECONDS):
                 reason = self._slow if time.monotonic() > deadline else self._excess(process.pid, folder)
         finally:
             os.close(handle)
@@ -173,12 +174,12 @@ class Sandbox:
         return reason or self._excess(None, folder), process.returncode
 
     def _spent(self, exit_code: int, seconds: float) -> bool:
-        """The kernel ended it for its processor time. It counts in ticks, so the seconds told may be fewer."""
+        """Whether the kernel ended it for its CPU time, which is counted in ticks and so may be reported as less."""
         killed = exit_code == -signal.SIGKILL and seconds > 0.75 * math.ceil(self._limits.cpu_seconds)
         return exit_code == -signal.SIGXCPU or killed
 
     def _excess(self, pid: int | None, folder: Path) -> str | None:
-        """Which limit is passed, if any."""
+        """The limit that is exceeded, if any."""
         limits = self._limits
         for name in ("stdout", "stderr"):
             if (folder / name).stat().st_size > limits.output_bytes:
@@ -196,7 +197,7 @@ class Sandbox:
 
 @cache
 def _library() -> frozenset[str]:
-    """The interpreter's own library and the packages beside it, and what the system has for any program."""
+    """The interpreter's library and packages, and the libraries of the system."""
     paths = sysconfig.get_paths()
     own = (paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
     return frozenset({*_READABLE, *own, str(Path(sys.base_prefix, "lib"))})
@@ -204,7 +205,7 @@ def _library() -> frozenset[str]:
 
 @cache
 def _missing() -> dict[str, str]:
-    """What this system can't guarantee."""
+    """The guarantees that this system can't give, with the reason."""
     if sys.platform != "linux":
         return dict.fromkeys(GUARANTEES, "it needs Linux")
     return Sandbox(strict=False).missing()
@@ -212,18 +213,18 @@ def _missing() -> dict[str, str]:
 
 def _refuse(missing: Mapping[str, str]) -> None:
     if missing:
-        said = "; ".join(f"{name}: {why}" for name, why in sorted(missing.items()))
-        raise SandboxError(f"code can't be run safely here, since a guarantee is missing: {said}")
+        reasons = "; ".join(f"{name}: {why}" for name, why in sorted(missing.items()))
+        raise SandboxError(f"code can't be run safely here, since a guarantee is missing: {reasons}")
 
 
 def _report(folder: Path) -> dict[str, str]:
-    """What the process said before it became the code."""
+    """The missing guarantees that the process reported before it ran the code."""
     try:
-        said: dict[str, str] = json.loads((folder / "report").read_bytes())
+        missing: dict[str, str] = json.loads((folder / "report").read_bytes())
     except (OSError, ValueError):
         why = (folder / "stderr").read_text(errors="replace").strip().rpartition("\n")[2]
         return dict.fromkeys(GUARANTEES, f"the sandbox did not start ({why[:200]})")
-    return said
+    return missing
 
 
 def _checked(files: Mapping[str, str]) -> Mapping[str, str]:

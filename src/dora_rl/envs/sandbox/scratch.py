@@ -1,6 +1,7 @@
-"""Folders of sandboxed runs: what hostile code leaves in one can't hurt whoever looks at it or removes it.
+"""Temporary folders of sandboxed runs, inspected and removed safely whatever hostile code leaves in them.
 
-A folder is locked by its owner while it is in use; one that nobody holds was left by an owner that was killed.
+The owner of a folder holds a lock on it while it is in use; a folder without a lock was left by an owner that was
+killed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def write(path: Path, text: str) -> None:
 
 
 def too_large(folder: Path, most_bytes: int, most_entries: int) -> bool:
-    """The folder holds more than it may, or is so deep that it can't be walked."""
+    """Whether the folder exceeds a limit, or is too deep to be walked."""
     size, entries, folders = 0, 0, [str(folder)]
     try:
         while folders:
@@ -38,15 +39,15 @@ def too_large(folder: Path, most_bytes: int, most_entries: int) -> bool:
                     if entry.is_dir(follow_symlinks=False):
                         folders.append(entry.path)
     except FileNotFoundError:
-        return False  # it is being changed: the next look will see
+        return False  # it is being changed: the next poll will see it
     except OSError:
         return True
     return False
 
 
 @contextmanager
-def folder_of_a_run() -> Iterator[Path]:
-    """A folder that is locked while it is in use, so that a left one can be told."""
+def run_folder() -> Iterator[Path]:
+    """A folder that is locked while it is in use, so that `sweep` recognises abandoned ones."""
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
     lock = os.open(folder, os.O_RDONLY)
     try:
@@ -58,11 +59,11 @@ def folder_of_a_run() -> Iterator[Path]:
 
 
 def sweep() -> None:
-    """Remove what killed callers left behind."""
+    """Remove the folders of callers that were killed."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with suppress(OSError):
             if time.time() - folder.stat().st_mtime < _NEW_SECONDS:
-                continue  # perhaps just made, and not locked yet
+                continue  # it may be new and not locked yet
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -75,5 +76,5 @@ def _remove(folder: Path) -> None:
     try:
         shutil.rmtree(folder)
     except (OSError, RecursionError):
-        # Trees that are too deep for Python are not for rm.
+        # rm can remove trees that are too deep for Python.
         subprocess.run(["/bin/rm", "-rf", "--", str(folder)], check=False, stderr=subprocess.DEVNULL)  # noqa: S603

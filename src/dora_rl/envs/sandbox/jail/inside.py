@@ -1,7 +1,7 @@
-"""The process in which the code runs: it locks itself in, says what holds, and becomes the code.
+"""The process in which the code runs: it confines itself, reports which guarantees hold, and runs the code.
 
-The plan comes as JSON in the last argument. The report is written before the code starts; a run without a report has
-not run the code. If a guard that the plan requires can't be had, the code is not started.
+The plan is JSON in the last argument. The report is written before the code starts: without a report, the code has not
+run. If the system can't give a guarantee that the plan requires, the code is not started.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from dora_rl.envs.sandbox.jail import MAIN, kernel, landlock, seccomp
 
 
 def main() -> None:
-    """Lock this process in, then run the code in it."""
+    """Confine this process, then run the code in it."""
     plan = json.loads(sys.argv[-1])
     kernel.prctl(kernel.PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if os.getppid() != plan["parent"]:
-        os._exit(1)  # it died before it could take this process along
+        os._exit(1)  # the parent died before its death signal was set up
     code = Path(MAIN).read_text(encoding="utf-8")
     with Path(plan["report"]).open("w") as report:
-        missing = _lock_in(plan)
+        missing = _confine(plan)
         json.dump(missing, report)
     if missing and plan["strict"]:
         os._exit(1)
-    _become(code)
+    _run(code)
 
 
-def _lock_in(plan: dict[str, Any]) -> dict[str, str]:
-    """Set up every guard; those that can't be had, with the reason."""
+def _confine(plan: dict[str, Any]) -> dict[str, str]:
+    """Set up every guarantee; returns those that the system can't give, with the reason."""
     guards, missing = set(plan["guards"]), dict[str, str]()
     kernel.drop_capabilities()
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
@@ -53,7 +53,7 @@ def _lock_in(plan: dict[str, Any]) -> dict[str, str]:
 
 
 def _filter(guards: set[str]) -> str | None:
-    """Why system calls can't be filtered, if so."""
+    """Filter system calls; returns the reason if that is not possible."""
     if not seccomp.supported():
         return "system calls can be filtered on x86_64 and aarch64 only"
     try:
@@ -72,19 +72,19 @@ def _limit(limits: dict[str, int], guards: set[str]) -> None:
     for kind, value in chosen.items():
         _set(kind, value, value)
     if "time" in guards:
-        # The first says by its signal what happened; code that ignores it meets the second.
+        # The signal of the first limit shows what happened; the second kills code that ignores that signal.
         _set(resource.RLIMIT_CPU, limits["cpu"], limits["cpu"] + 1)
 
 
 def _set(kind: int, soft: int, hard: int) -> None:
-    """Limits are lowered only, whatever they are here already."""
+    """Lower a limit; limits that are already lower stay."""
     _, most = resource.getrlimit(kind)
     most = hard if most == resource.RLIM_INFINITY else min(hard, most)
     resource.setrlimit(kind, (min(soft, most), most))
 
 
-def _become(code: str) -> None:
-    """Run the code as the main module, with tracebacks that begin at its own first line."""
+def _run(code: str) -> None:
+    """Run the code as the main module, with tracebacks that start at its first line."""
     module = types.ModuleType("__main__")
     module.__dict__.update(__builtins__=builtins, __file__=MAIN)
     sys.modules["__main__"] = module

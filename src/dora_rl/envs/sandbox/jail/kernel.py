@@ -1,4 +1,4 @@
-"""System calls that Python has no function for."""
+"""System calls for which Python has no function."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PR_SET_SECCOMP = 22
 
 
 def syscall(number: int, *arguments: object) -> int:
-    """Call the kernel; what it refuses is an `OSError`."""
+    """Make a system call; an error is raised as `OSError`."""
     result: int = _libc.syscall(ctypes.c_long(number), *arguments)
     if result < 0:
         code = ctypes.get_errno()
@@ -22,7 +22,7 @@ def syscall(number: int, *arguments: object) -> int:
 
 
 def prctl(option: int, *arguments: object) -> None:
-    """Change a trait of this process."""
+    """Change an attribute of this process."""
     given = [
         argument if isinstance(argument, ctypes.c_void_p) else ctypes.c_ulong(int(str(argument)))
         for argument in arguments
@@ -34,7 +34,7 @@ def prctl(option: int, *arguments: object) -> None:
 
 
 def drop_capabilities() -> None:
-    """Root keeps its name and nothing else, above all not the right to lift its own limits."""
+    """Drop all capabilities, so that even root can't raise its limits again."""
 
     class Header(ctypes.Structure):
         _fields_ = (("version", ctypes.c_uint32), ("pid", ctypes.c_int))

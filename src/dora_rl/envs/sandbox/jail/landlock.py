@@ -1,6 +1,6 @@
-"""Files: what lies beneath a few paths can be read or written, nothing else can be opened, listed, made or removed.
+"""Landlock: only files beneath a few paths can be read or written; nothing else can be opened, listed, made or removed.
 
-Landlock does not hide that a path exists, nor its size; its contents and the names in a folder it does.
+Landlock hides the contents of files and the names in folders, but not that a path exists, nor its size.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _WRITE = (
     | _TRUNCATE
 )
 _OF_FILES = _WRITE_FILE | _READ_FILE | _TRUNCATE
-# Rights that a kernel knows, by the version of its interface: 13 at first, then refer, truncate, and ioctl on devices.
+# Number of rights by version of the kernel's interface: 13 at first, then refer, truncate, and ioctl on devices.
 _KNOWN = {1: 13, 2: 14, 3: 15, 4: 15}
 _LATEST = 16
 
@@ -47,12 +47,12 @@ class _Beneath(ctypes.Structure):
 
 
 def version() -> int:
-    """Of the kernel's interface; an `OSError` if it has none."""
+    """Version of the kernel's interface; an `OSError` if the kernel has no Landlock."""
     return syscall(_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
 
 
 def confine(readable: Iterable[str], writable: Iterable[str]) -> None:
-    """From now on, this process opens only what is beneath these paths; those that are not there are left out."""
+    """Restrict this process to the files beneath these paths; paths that do not exist are left out."""
     handled = (1 << _KNOWN.get(version(), _LATEST)) - 1
     ruleset = syscall(_CREATE, ctypes.byref(ctypes.c_uint64(handled)), ctypes.c_size_t(8), ctypes.c_uint32(0))
     for paths, rights in ((readable, _READ), (writable, _WRITE)):

@@ -1,11 +1,12 @@
-"""System calls: a filter that refuses what reaches beyond this one process.
+"""seccomp: a filter that refuses system calls with an effect outside this process.
 
-It also refuses every call that is newer than the table below, since nobody has looked at those. No process can be
-made, so this one's number stays its own, and a signal may go to no other.
+It also refuses every call that is newer than the table below, since those have not been reviewed. No process can be
+started, so the pid of this one is never reused, and signals can be sent only to it.
 
 Pairs of UNIX sockets are allowed, since every event loop of asyncio makes one: they connect the process with itself.
-What is written to pipes and pairs is not counted as memory of the process, so each stays as small as it is made: pipes
-can't be enlarged, sockets have no options, and neither takes pages of memory or descriptors that are closed meanwhile.
+The kernel does not count data in pipes and socket pairs as memory of the process, so their buffers must stay small:
+pipes can't be enlarged, socket options can't be set, and neither accepts memory pages, or descriptors that are closed
+while in flight.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _FIOSETOWN, _SIOCSPGRP = 8, 10, 15, 0x8901, 
 _F_SETPIPE_SZ = 1031
 _AF_UNIX = 1
 DENIED = errno.EPERM
-"""What calls that are refused come back with."""
+"""Error number that refused calls return."""
 
 # name: number on x86_64, number on aarch64
 REFUSED: dict[str, dict[str, tuple[int | None, int | None]]] = {
@@ -144,7 +145,7 @@ REFUSED: dict[str, dict[str, tuple[int | None, int | None]]] = {
         "vhangup": (153, 58),
     },
 }
-# What Landlock does not see: these succeed and change nothing, so that code that copies files runs.
+# Landlock does not cover these calls: they succeed and change nothing, so that code that copies files runs.
 IGNORED: dict[str, tuple[int | None, int | None]] = {
     "chmod": (90, None),
     "fchmod": (91, 52),
@@ -164,12 +165,12 @@ _SOCKETPAIR = (53, 199)
 
 
 def supported() -> bool:
-    """The table knows this machine's numbers."""
+    """Whether the table has the call numbers of this machine."""
     return platform.machine() in _MACHINES and struct.calcsize("P") == 8
 
 
 def install(guards: Iterable[str]) -> None:
-    """From now on, this process can't make the calls that these guards refuse."""
+    """Refuse the calls that these guarantees forbid, from now on."""
     program = _program(set(guards))
     code = ctypes.create_string_buffer(b"".join(program), 8 * len(program))
 
@@ -202,10 +203,10 @@ def _program(guards: set[str]) -> list[bytes]:
 
 
 def _alone(column: int) -> list[bytes]:
-    """Threads, but no processes; no signals, limits or death wishes but its own."""
+    """Allow threads but no processes, and signals and limits only for this process; keep its death signal."""
     thread = [_argument(0), _step(_ANY_BIT, _CLONE_THREAD, 0, 1), _step(_RETURN, _ALLOW), _refuse(DENIED)]
     code = _when(_CLONE[column], thread)
-    # The C library takes ENOSYS as a reason to use clone, whose flags can be seen.
+    # On ENOSYS the C library falls back to clone, whose flags the filter can see.
     code += _when(_CLONE3[column], [_refuse(errno.ENOSYS)])
     for call in (_KILL_ONE, _TGKILL, _TGSIGQUEUE):
         code += _when(call[column], _unless(0, os.getpid()))
@@ -215,23 +216,23 @@ def _alone(column: int) -> list[bytes]:
 
 
 def _when(number: int | None, then: list[bytes]) -> list[bytes]:
-    """Steps for one call; they end in a verdict. Calls that a machine does not have need none."""
+    """Instructions for one call, which end in a decision. Calls that the machine does not have need none."""
     return [] if number is None else [_step(_EQUAL, number, 0, len(then)), *then]
 
 
-def _unless(place: int, value: int) -> list[bytes]:
+def _unless(index: int, value: int) -> list[bytes]:
     allowed = _step(_RETURN, _ALLOW)
-    return [_argument(place), _step(_EQUAL, value, 0, 1), allowed, _refuse(DENIED)]
+    return [_argument(index), _step(_EQUAL, value, 0, 1), allowed, _refuse(DENIED)]
 
 
-def _if_any(place: int, values: list[int]) -> list[bytes]:
+def _if_any(index: int, values: list[int]) -> list[bytes]:
     tests = [step for value in values for step in (_step(_EQUAL, value, 0, 1), _refuse(DENIED))]
-    return [_argument(place), *tests, _step(_RETURN, _ALLOW)]
+    return [_argument(index), *tests, _step(_RETURN, _ALLOW)]
 
 
-def _argument(place: int) -> bytes:
-    """The lower half: the kernel looks at no more of any argument that is tested here."""
-    return _step(_LOAD, _ARGUMENTS + 8 * place)
+def _argument(index: int) -> bytes:
+    """Load the lower half of an argument: the kernel reads only that half of the arguments tested here."""
+    return _step(_LOAD, _ARGUMENTS + 8 * index)
 
 
 def _refuse(code: int) -> bytes:
