@@ -30,7 +30,7 @@ from dora_rl.runtime.launch.cpu_allocation import niceness, share
 from dora_rl.sim.config import SimConfig
 from dora_rl.sim.costs import Costs
 from dora_rl.sim.instance import SimInstance
-from dora_rl.sim.run import Meter, Result, Variant
+from dora_rl.sim.run import MeasuredRuntime, Result, Variant
 from dora_rl.sim.workload import Source
 
 _ROUNDS = 8
@@ -117,7 +117,7 @@ class InOrder(Source):
         return prompt % len(self._groups)
 
 
-class SharedCores(Meter):
+class SharedCores(MeasuredRuntime):
     """Instances and a trainer that share a number of cores."""
 
     def __init__(self, config: SimConfig, measured: Measured, cores: int) -> None:

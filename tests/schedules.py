@@ -47,6 +47,6 @@ def run_schedule(seed: int, mode: ModeName | None = None) -> ChaosRuntime:
     config = draw_config(random_, mode)
     if seed % 2:
         config = config.model_copy(update={"admission": "just_in_time"})
-    world = ChaosRuntime(config, draw_plan(random_, config), lambda below: int(random_.random() * below))
-    world.run()
-    return world
+    runtime = ChaosRuntime(config, draw_plan(random_, config), lambda below: int(random_.random() * below))
+    runtime.run()
+    return runtime

@@ -20,10 +20,10 @@ Outcome = tuple[int, str, int, int, int, dict[str, int]]
 def one(seed: int) -> Outcome:
     """Seed, failure (empty if none), events, moves, resumes and faults of a schedule."""
     try:
-        world = run_schedule(seed)
+        runtime = run_schedule(seed)
     except (AssertionError, DoraError, KeyError) as error:
         return seed, f"{type(error).__name__}: {error}"[:200], 0, 0, 0, {}
-    return seed, "", world.events, world.witness.moves, world.witness.resumed, dict(world.faults)
+    return seed, "", runtime.events, runtime.checker.moves, runtime.checker.resumed, dict(runtime.faults)
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """The promises, under thousands of schedules with faults at any point.
 
-`ChaosRuntime` breaks whatever may break, `Witness` raises on the first promise that does not hold: single version (C1),
+`ChaosRuntime` breaks whatever may break, `InvariantChecker` raises on the first promise that does not hold: single version (C1),
 exactly once (C2), staleness (C3), work conserving, no stall, everything accounted for at idle.
 """
 
@@ -32,26 +32,26 @@ def test_promises_hold_under_random_faults(block: int) -> None:
 
 def test_schedules_reach_every_kind_of_fault_and_decision() -> None:
     """A test that can't fail proves nothing: the schedules must really move, resume, replay and fail things."""
-    worlds = [run_schedule(seed) for seed in range(300)]
-    faults = set().union(*(world.faults for world in worlds))
+    runtimes = [run_schedule(seed) for seed in range(300)]
+    faults = set().union(*(runtime.faults for runtime in runtimes))
     assert len(faults) >= 15
-    assert sum(world.witness.moves for world in worlds) > 100
-    assert sum(world.witness.resumed for world in worlds) > 100
-    assert sum(len(world.witness.failed) for world in worlds) > 10
-    assert max(lag for world in worlds for lag in world.witness.staleness) >= 3
+    assert sum(runtime.checker.moves for runtime in runtimes) > 100
+    assert sum(runtime.checker.resumed for runtime in runtimes) > 100
+    assert sum(len(runtime.checker.failed) for runtime in runtimes) > 10
+    assert max(lag for runtime in runtimes for lag in runtime.checker.staleness) >= 3
     # A smaller bound is met by waiting: some groups were trained later than a group admitted then might have been.
     kept = sum(
-        step - world.witness.admitted[group][1] > min(world.witness.bounds[group:])
-        for world in worlds
-        for group, step in world.witness.trained.items()
+        step - runtime.checker.admitted[group][1] > min(runtime.checker.bounds[group:])
+        for runtime in runtimes
+        for group, step in runtime.checker.trained.items()
     )
     assert kept > 10
 
 
 class Schedules(RuleBasedStateMachine):
-    """The same world, with hypothesis choosing what happens next and shrinking what goes wrong."""
+    """The same runtime, with hypothesis choosing what happens next and shrinking what goes wrong."""
 
-    world: ChaosRuntime
+    runtime: ChaosRuntime
 
     @initialize(
         mode=st.sampled_from(["dora", "dora", "dora", "sync", "one_step_off", "partial"]),
@@ -85,30 +85,30 @@ class Schedules(RuleBasedStateMachine):
             shares_trainer=shares,
             tools=True,
         )
-        self.world = ChaosRuntime(config, plan, lambda below: choices.randrange(below) if below > 1 else 0)
+        self.runtime = ChaosRuntime(config, plan, lambda below: choices.randrange(below) if below > 1 else 0)
 
     @property
     def unfinished(self) -> bool:
-        return hasattr(self, "world") and not self.world.orchestrator.finished
+        return hasattr(self, "runtime") and not self.runtime.orchestrator.finished
 
     @rule(times=st.integers(1, 12))
     def something_happens(self, times: int) -> None:
         for _ in range(times):
-            self.world.act(faults=False)
+            self.runtime.act(faults=False)
 
     @precondition(lambda self: self.unfinished)
     @rule()
     def time_passes(self) -> None:
-        self.world.jump()
+        self.runtime.skip_to_timer()
 
-    @precondition(lambda self: self.unfinished and self.world.faults_left > 0)
+    @precondition(lambda self: self.unfinished and self.runtime.faults_left > 0)
     @rule(kind=st.sampled_from(sorted(ChaosRuntime.FAULTS)))
     def something_breaks(self, kind: str) -> None:
-        self.world.inject(kind)
+        self.runtime.inject(kind)
 
     def teardown(self) -> None:
-        if hasattr(self, "world"):
-            self.world.run()
+        if hasattr(self, "runtime"):
+            self.runtime.run()
 
 
 TestSchedules = Schedules.TestCase
@@ -119,7 +119,7 @@ TestSchedules.settings = settings(
 
 def test_same_schedule_gives_the_same_run() -> None:
     first, second = run_schedule(7), run_schedule(7)
-    assert first.witness.batches == second.witness.batches
+    assert first.checker.batches == second.checker.batches
     assert first.events == second.events
 
 
@@ -139,10 +139,10 @@ def test_staleness_zero_gives_the_very_batches_of_sync(seed: int) -> None:
         )
         plan = ChaosPlan(instances=1 + seed % 4, slots=1 + seed % 2, max_requests=4, prompts=17, faults=0)
         random_ = random.Random(f"{mode}{seed}")
-        world = ChaosRuntime(config, plan, lambda below, random_=random_: int(random_.random() * below))  # type: ignore[misc]
-        world.run()
+        runtime = ChaosRuntime(config, plan, lambda below, random_=random_: int(random_.random() * below))  # type: ignore[misc]
+        runtime.run()
         batches.append(
-            {step: [world.witness.admitted[g] for g in groups] for step, groups in world.witness.batches.items()}
+            {step: [runtime.checker.admitted[g] for g in groups] for step, groups in runtime.checker.batches.items()}
         )
     assert batches[0] == batches[1]
 
@@ -162,16 +162,16 @@ def test_nothing_moves_where_one_batch_serves_every_version(one_batch: bool) -> 
             faults=0,
             one_batch=one_batch,
         )
-        world = ChaosRuntime(config, plan, lambda below, random_=random_: int(random_.random() * below))  # type: ignore[misc]
-        world.run()
-        moved += sum(isinstance(command, Move) for _, _, commands in world.log for command in commands)
+        runtime = ChaosRuntime(config, plan, lambda below, random_=random_: int(random_.random() * below))  # type: ignore[misc]
+        runtime.run()
+        moved += sum(isinstance(command, Move) for _, _, commands in runtime.log for command in commands)
     assert (moved == 0) == one_batch, "with a batch for each slot it pays to gather a version on fewer instances"
 
 
 def test_a_new_mode_is_one_row_and_keeps_the_promises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODES, "two_steps_off", ModeSpec(policy=Barrier, bound=2))
-    worlds = [run_schedule(seed, "two_steps_off") for seed in range(40)]
-    assert max(lag for world in worlds for lag in world.witness.staleness) == 2
+    runtimes = [run_schedule(seed, "two_steps_off") for seed in range(40)]
+    assert max(lag for runtime in runtimes for lag in runtime.checker.staleness) == 2
 
 
 def test_a_new_placement_rule_is_one_row_and_keeps_the_promises(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,17 +43,17 @@ def test_the_promises_hold_in_simulation(text: str, turns: int) -> None:
     config = preset("laptop", settings)
     variant = parse_variant(text)
     control = control_for(config, variant)
-    world = SimRuntime(
+    runtime = SimRuntime(
         config.model_copy(update={"control": control}), "elastic" if variant.elastic else "disaggregated"
     )
-    orchestrator, witness = Orchestrator(control), InvariantChecker(control)
-    while (arrived := world.next_event(orchestrator.wake_at())) is not None:
+    orchestrator, checker = Orchestrator(control), InvariantChecker(control)
+    while (arrived := runtime.next_event(orchestrator.wake_at())) is not None:
         event, now = arrived
         commands = orchestrator.step(event, now)
-        witness.observe(event, commands)
-        witness.check_conserving(orchestrator.snapshot())
-        world.execute(commands)
-    assert len(witness.batches) >= 6
+        checker.observe(event, commands)
+        checker.check_idle_slots(orchestrator.snapshot())
+        runtime.execute(commands)
+    assert len(checker.batches) >= 6
 
 
 def test_staleness_zero_trains_the_batches_of_sync() -> None:
@@ -61,13 +61,13 @@ def test_staleness_zero_trains_the_batches_of_sync() -> None:
     for text in ("sync", "dora:k0"):
         config = preset("laptop", SMALL)
         control = control_for(config, parse_variant(text))
-        world = SimRuntime(config.model_copy(update={"control": control}), "disaggregated")
-        orchestrator, witness = Orchestrator(control), InvariantChecker(control)
-        while (arrived := world.next_event(orchestrator.wake_at())) is not None:
+        runtime = SimRuntime(config.model_copy(update={"control": control}), "disaggregated")
+        orchestrator, checker = Orchestrator(control), InvariantChecker(control)
+        while (arrived := runtime.next_event(orchestrator.wake_at())) is not None:
             commands = orchestrator.step(*arrived)
-            witness.observe(arrived[0], commands)
-            world.execute(commands)
-        batches.append(witness.batches)
+            checker.observe(arrived[0], commands)
+            runtime.execute(commands)
+        batches.append(checker.batches)
     assert batches[0] == batches[1]
 
 

@@ -53,11 +53,11 @@ def test_every_slot_second_and_trainer_second_has_one_label(text: str, slots: in
     variant = parse_variant(text)
     control = control_for(config, variant)
     layout: LayoutKind = "elastic" if variant.elastic else config.layouts[variant.mode]
-    world = SimRuntime(config.model_copy(update={"control": control}), layout)
-    drive(Orchestrator(control), world)
-    world.close()
-    accounts = [slot.account for instance in world.instances.values() for slot in instance.slot_list]
-    for account in [*accounts, world.trainer]:
-        assert sum(account.totals.values()) == account.lifetime == world.now
+    runtime = SimRuntime(config.model_copy(update={"control": control}), layout)
+    drive(Orchestrator(control), runtime)
+    runtime.close()
+    accounts = [slot.account for instance in runtime.instances.values() for slot in instance.slot_list]
+    for account in [*accounts, runtime.trainer]:
+        assert sum(account.totals.values()) == account.lifetime == runtime.now
         for activity in account.totals:
             assert (activity.label is ActivityLabel.IDLE) == (activity.cause is not None)

@@ -17,7 +17,7 @@ from dora_rl.core.config import build, override, read_toml
 from dora_rl.core.errors import ConfigError
 from dora_rl.orchestrator.modes import MODES
 from dora_rl.sim.config import SimConfig
-from dora_rl.sim.plan import Planned, plan
+from dora_rl.sim.plan import PlanResult, plan
 from dora_rl.sim.presets import PRESETS, preset
 from dora_rl.sim.run import Result, parse_variant, simulate
 
@@ -234,7 +234,7 @@ def _slots(count: int) -> str:
     return f"{count} slot" if count == 1 else f"{count} slots each"
 
 
-def _ranking(ranking: list[Planned], skipped: int) -> Table:
+def _ranking(ranking: list[PlanResult], skipped: int) -> Table:
     table = Table(
         title="Plans, best first",
         caption="train: devices; generate: instances x devices, slots of each; lag: mean staleness\n"
@@ -258,7 +258,7 @@ def _ranking(ranking: list[Planned], skipped: int) -> Table:
     return table
 
 
-def _planned(planned: Planned) -> dict[str, Any]:
+def _planned(planned: PlanResult) -> dict[str, Any]:
     candidate, result = planned.candidate, planned.result
     return {
         "max_staleness": candidate.staleness,

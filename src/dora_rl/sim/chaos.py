@@ -1,4 +1,4 @@
-"""A world that does its worst: seeded schedules with faults at any point.
+"""A runtime that does its worst: seeded schedules with faults at any point.
 
 Instances, trainer, rewards and messages behave as the contract of `core.events` allows, in an order that `choose`
 picks: reports come late, twice and out of order; instances are lost during loads and moves, or fall silent; moves
@@ -28,7 +28,7 @@ from dora_rl.core.types import (
 from dora_rl.orchestrator.config import ControlConfig
 from dora_rl.orchestrator.orchestrator import Orchestrator
 from dora_rl.sim.fake_engine import Choose, FakeBundle, FakeInstance, fingerprint
-from dora_rl.sim.invariants import InvariantChecker, demand
+from dora_rl.sim.invariants import InvariantChecker, require
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ class ChaosRuntime:
         self.choose = choose
         self.tools = plan.tools
         self.orchestrator = Orchestrator(config)
-        self.witness = InvariantChecker(config)
+        self.checker = InvariantChecker(config)
         self.now: Nanoseconds = 0
         self.events = 0
         self.log: list[tuple[e.Event, Nanoseconds, list[c.Command]]] = []
@@ -77,7 +77,7 @@ class ChaosRuntime:
         for _ in range(plan.instances):
             self.join()
         self.start_trainer()
-        self.tell(e.Tick())
+        self.deliver(e.Tick())
 
     # -- running ----------------------------------------------------------------------------------------------
 
@@ -91,13 +91,13 @@ class ChaosRuntime:
                 quiet = 0
             else:
                 quiet += 1
-                demand(quiet < 200, f"stall: {self.orchestrator.snapshot()}")
-                self.jump()
-        demand(self.orchestrator.finished, f"not finished after {limit} actions: {self.orchestrator.snapshot()}")
+                require(quiet < 200, f"stall: {self.orchestrator.snapshot()}")
+                self.skip_to_timer()
+        require(self.orchestrator.finished, f"not finished after {limit} actions: {self.orchestrator.snapshot()}")
         self._settle()
-        self.witness.check_finished(self.orchestrator.snapshot(), prompts=self.plan.prompts)
+        self.checker.check_finished(self.orchestrator.snapshot(), prompts=self.plan.prompts)
         leftovers = [name for name, it in self.instances.items() if it.requests and not it.silent]
-        demand(not leftovers, f"engines {leftovers} still hold requests")
+        require(not leftovers, f"engines {leftovers} still hold requests")
 
     def _settle(self) -> None:
         """Deliver what is still on its way."""
@@ -108,12 +108,12 @@ class ChaosRuntime:
     def act(self, *, faults: bool = True) -> bool:
         """Do one thing that can happen now; False if nothing can."""
         self.now += 1 + self.choose(nanoseconds(0.2))
-        actions: list[Callable[[], None]] = [self._deliver] * min(3, len(self._reports))
+        actions: list[Callable[[], None]] = [self._deliver_report] * min(3, len(self._reports))
         for instance in self.instances.values():
             if instance.silent:
                 continue
             if instance.inbox:
-                actions.append(lambda instance=instance: self._obey(instance))  # type: ignore[misc]
+                actions.append(lambda instance=instance: self._execute_next(instance))  # type: ignore[misc]
             if instance.requests:
                 actions.append(instance.generate)
         if any(trajectory not in self._hung for trajectory in self._to_score):
@@ -128,27 +128,27 @@ class ChaosRuntime:
         actions[self.choose(len(actions))]()
         return True
 
-    def tell(self, event: e.Event) -> None:
+    def deliver(self, event: e.Event) -> None:
         """Give the orchestrator one event, and carry out what it says."""
         self.events += 1
         commands = self.orchestrator.step(event, self.now)
         self.log.append((event, self.now, commands))
-        self.witness.observe(event, commands)
-        self.witness.check_conserving(self.orchestrator.snapshot())
+        self.checker.observe(event, commands)
+        self.checker.check_idle_slots(self.orchestrator.snapshot())
         for command in commands:
-            self._carry_out(command)
+            self._execute(command)
 
-    def jump(self) -> None:
+    def skip_to_timer(self) -> None:
         """Nothing happens until the next deadline; healthy instances give a sign of life just before it."""
         due = self.orchestrator.wake_at()
-        demand(due is not None, f"the orchestrator waits for nothing: {self.orchestrator.snapshot()}")
+        require(due is not None, f"the orchestrator waits for nothing: {self.orchestrator.snapshot()}")
         assert due is not None
         self.now = max(self.now, due - 1)
         for name, instance in list(self.instances.items()):
             if not instance.silent:
-                self.tell(e.Progress(instance=name, kv_tokens=instance.kv_tokens, tokens=instance.decode()))
+                self.deliver(e.Progress(instance=name, kv_tokens=instance.kv_tokens, tokens=instance.decode()))
         self.now += 1
-        self.tell(e.Tick())
+        self.deliver(e.Tick())
 
     # -- faults -----------------------------------------------------------------------------------------------
 
@@ -203,8 +203,8 @@ class ChaosRuntime:
         self._reports.append(report)
         return True
 
-    def _miss(self) -> bool:
-        return any(instance.miss() for instance in self.instances.values())
+    def _drop_requests(self) -> bool:
+        return any(instance.drop_requests() for instance in self.instances.values())
 
     def _fail_load(self) -> bool:
         return any(instance.fail_load() for instance in self.instances.values())
@@ -243,8 +243,8 @@ class ChaosRuntime:
         for report in [r for r in self._reports if isinstance(r, e.Trained | e.Published | e.TrainerReady)]:
             if self.choose(2):
                 self._reports.remove(report)
-                self.tell(report)
-        self.tell(e.TrainerLost(reason="killed"))
+                self.deliver(report)
+        self.deliver(e.TrainerLost(reason="killed"))
         self.start_trainer()
         return True
 
@@ -262,7 +262,7 @@ class ChaosRuntime:
         return True
 
     def _time_jump(self) -> bool:
-        self.jump()
+        self.skip_to_timer()
         return True
 
     # -- the parts --------------------------------------------------------------------------------------------
@@ -274,13 +274,13 @@ class ChaosRuntime:
         self._trainer_version = self._checkpoint
         self._reports.append(e.TrainerReady(version=self._checkpoint))
 
-    def _deliver(self) -> None:
-        self.tell(self._reports.pop(self.choose(len(self._reports))))
+    def _deliver_report(self) -> None:
+        self.deliver(self._reports.pop(self.choose(len(self._reports))))
 
     def _pick(self, names: list[T]) -> T:
         return names[self.choose(len(names))]
 
-    def _carry_out(self, command: c.Command) -> None:
+    def _execute(self, command: c.Command) -> None:
         match command:
             case c.LoadVersion() | c.UnloadSlot() | c.StartGroup() | c.Resume():
                 self.send(command.slot.instance, command)
@@ -309,19 +309,19 @@ class ChaosRuntime:
     def report(self, event: e.Event) -> None:
         self._reports.append(event)
 
-    def tagged(self, group: GroupId) -> Version:
-        return self.witness.admitted[group][1]
+    def admitted_version(self, group: GroupId) -> Version:
+        return self.checker.admitted[group][1]
 
     FAULTS: ClassVar[dict[str, Callable[[ChaosRuntime], bool]]] = {
         "instance lost": _lose_instance,
         "instance silent": _silence,
         "instance joined": join,
-        "requests missed": _miss,
+        "requests missed": _drop_requests,
         "report duplicated": _duplicate,
         "load failed": _fail_load,
-        "move failed, kept": lambda world: world._fail_move("kept"),
-        "move failed, lost": lambda world: world._fail_move("lost"),
-        "move failed, silent": lambda world: world._fail_move("silent"),
+        "move failed, kept": lambda runtime: runtime._fail_move("kept"),
+        "move failed, lost": lambda runtime: runtime._fail_move("lost"),
+        "move failed, silent": lambda runtime: runtime._fail_move("silent"),
         "reward failed": _fail_reward,
         "reward hung": _hang_reward,
         "trainer lost": lose_trainer,
@@ -337,15 +337,15 @@ class ChaosRuntime:
         prompts = tuple(Prompt(key=f"p{number}", tokens=1) for number in range(first, self._prompts_given))
         self._reports.append(e.PromptsArrived(prompts=prompts, last=self._prompts_given == self.plan.prompts))
 
-    def _obey(self, instance: FakeInstance) -> None:
+    def _execute_next(self, instance: FakeInstance) -> None:
         message = instance.inbox[0]
         if isinstance(message, c.Move) and self._move_fault:
             instance.inbox.popleft()
             how, self._move_fault = self._move_fault, ""
             self.faults[f"move failed, {how}"] += 1
-            instance.break_off(message, how)
+            instance.interrupt_move(message, how)
         else:
-            instance.obey()
+            instance.execute_next()
 
     def _reward(self) -> None:
         ready = [trajectory for trajectory in self._to_score if trajectory not in self._hung]
@@ -361,7 +361,7 @@ class ChaosRuntime:
                     e.Accumulated(step=command.step, attempt=command.attempt, groups=len(command.groups))
                 )
             case c.Apply():
-                demand(command.step == self._trainer_version, f"step {command.step} from {self._trainer_version}")
+                require(command.step == self._trainer_version, f"step {command.step} from {self._trainer_version}")
                 self._trainer_version = command.step + 1
                 self._reports.append(e.Trained(step=command.step, attempt=command.attempt))
             case c.Publish():

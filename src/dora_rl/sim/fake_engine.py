@@ -2,7 +2,7 @@
 
 It checks C1 itself: it stamps what served each token, and refuses what contradicts its slots. Commands wait in `inbox`,
 in the order in which they were given; bundles of moved requests come through the same door. What it reports goes to the
-world, which delivers it whenever it likes.
+runtime, which delivers it whenever it likes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dora_rl.core import commands as c
 from dora_rl.core import events as e
 from dora_rl.core.types import Attempt, GroupId, InstanceId, InstanceSpec, SlotId, TrajectoryId, Version
 from dora_rl.orchestrator.config import ControlConfig
-from dora_rl.sim.invariants import demand
+from dora_rl.sim.invariants import require
 
 _KV_EACH = 16
 """Tokens of KV that a fake request holds."""
@@ -30,8 +30,8 @@ def fingerprint(version: Version) -> str:
     return f"weights-{version}"
 
 
-class Surroundings(Protocol):
-    """What an engine needs of its world."""
+class EngineContext(Protocol):
+    """What a fake engine needs from the runtime around it."""
 
     config: ControlConfig
     choose: Choose
@@ -46,7 +46,7 @@ class Surroundings(Protocol):
         """Send requests to another engine."""
         ...
 
-    def tagged(self, group: GroupId) -> Version:
+    def admitted_version(self, group: GroupId) -> Version:
         """The version under which a group was admitted."""
         ...
 
@@ -72,19 +72,19 @@ class FakeBundle:
 class FakeInstance:
     """One engine."""
 
-    def __init__(self, spec: InstanceSpec, world: Surroundings) -> None:
+    def __init__(self, spec: InstanceSpec, context: EngineContext) -> None:
         self.spec = spec
         self.inbox: deque[c.Command | FakeBundle] = deque()
         self.slots: list[Version | None] = [None] * spec.slots
         self.requests: dict[TrajectoryId, FakeRequest] = {}
         self.silent = False
-        self._world = world
+        self._context = context
 
     @property
     def kv_tokens(self) -> int:
         return _KV_EACH * len(self.requests)
 
-    def obey(self) -> None:
+    def execute_next(self) -> None:
         """Carry out the next command."""
         message = self.inbox.popleft()
         match message:
@@ -92,10 +92,10 @@ class FakeInstance:
                 self._load(message)
             case c.UnloadSlot():
                 on_slot = self._on(message.slot)
-                demand(not on_slot, f"{message.slot} is unloaded under requests {on_slot}")
+                require(not on_slot, f"{message.slot} is unloaded under requests {on_slot}")
                 self.slots[message.slot.number] = None
             case c.StartGroup():
-                size = self._world.config.group_size
+                size = self._context.config.group_size
                 for trajectory in range(message.group * size, (message.group + 1) * size):
                     self._begin(trajectory, 0, message.slot, message.version)
             case c.Resume():
@@ -119,7 +119,7 @@ class FakeInstance:
                 request.served.append(version)
         return {trajectory: len(request.served) for trajectory, request in self.requests.items()}
 
-    def miss(self) -> bool:
+    def drop_requests(self) -> bool:
         """Requests that are on their way to this engine never arrive, and nobody is told."""
         if not self.inbox or not isinstance(self.inbox[0], c.StartGroup | c.Resume):
             return False
@@ -134,12 +134,12 @@ class FakeInstance:
         self.inbox.popleft()
         self.slots[load.slot.number] = None
         reason = f"disk of {self.spec.instance}"
-        self._world.report(e.SlotLoadFailed(slot=load.slot, version=load.version, reason=reason))
+        self._context.report(e.SlotLoadFailed(slot=load.slot, version=load.version, reason=reason))
         return True
 
-    def break_off(self, move: c.Move, how: str) -> None:
+    def interrupt_move(self, move: c.Move, how: str) -> None:
         """A first part of the move goes through; the rest is kept at the source, or lost, or lost without a word."""
-        through = self._world.choose(len(move.trajectories))
+        through = self._context.choose(len(move.trajectories))
         first, rest = slice(None, through), slice(through, None)
         self._export(
             msgspec.structs.replace(move, trajectories=move.trajectories[first], attempts=move.attempts[first])
@@ -153,7 +153,7 @@ class FakeInstance:
             for trajectory, _ in there:
                 del self.requests[trajectory]
         if how != "silent" and there:
-            self._world.report(
+            self._context.report(
                 e.MoveFailed(
                     trajectories=tuple(trajectory for trajectory, _ in there),
                     attempts=tuple(attempt for _, attempt in there),
@@ -165,39 +165,40 @@ class FakeInstance:
 
     def generate(self) -> None:
         """A request samples a token, or parks, or ends."""
-        world = self._world
-        trajectory = list(self.requests)[world.choose(len(self.requests))]
+        context = self._context
+        trajectory = list(self.requests)[context.choose(len(self.requests))]
         request = self.requests[trajectory]
         if request.parked:
             request.parked = False
-            world.report(e.Unparked(trajectory=trajectory, attempt=request.attempt, kv_tokens=self.kv_tokens))
+            context.report(e.Unparked(trajectory=trajectory, attempt=request.attempt, kv_tokens=self.kv_tokens))
             return
         version = self.slots[request.slot]
-        demand(version is not None, f"trajectory {trajectory} decodes on a slot without weights")
+        require(version is not None, f"trajectory {trajectory} decodes on a slot without weights")
         assert version is not None
         request.served.append(version)
-        what = world.choose(8)
-        if what == 0 and world.tools:
+        what = context.choose(8)
+        if what == 0 and context.tools:
             request.parked = True
-            world.report(e.Parked(trajectory=trajectory, attempt=request.attempt, kv_tokens=self.kv_tokens))
+            context.report(e.Parked(trajectory=trajectory, attempt=request.attempt, kv_tokens=self.kv_tokens))
         elif what < 4:
             self._end(trajectory, request, version)
 
     def _end(self, trajectory: TrajectoryId, request: FakeRequest, version: Version) -> None:
-        world = self._world
-        single = set(request.served) == {world.tagged(trajectory // world.config.group_size)}
-        demand(
-            single or world.config.mode_spec.mixes_versions, f"C1: trajectory {trajectory} was served {request.served}"
+        context = self._context
+        single = set(request.served) == {context.admitted_version(trajectory // context.config.group_size)}
+        require(
+            single or context.config.mode_spec.mixes_versions,
+            f"C1: trajectory {trajectory} was served {request.served}",
         )
         del self.requests[trajectory]
-        world.report(
+        context.report(
             e.Generated(
                 trajectory=trajectory,
                 attempt=request.attempt,
                 instance=self.spec.instance,
                 version=version,
                 fingerprint=fingerprint(version),
-                tokens=1 + world.choose(world.config.max_response_tokens),
+                tokens=1 + context.choose(context.config.max_response_tokens),
                 kv_tokens=self.kv_tokens,
             )
         )
@@ -211,19 +212,19 @@ class FakeInstance:
 
     def _load(self, load: c.LoadVersion) -> None:
         on_slot = self._on(load.slot)
-        demand(load.in_flight or not on_slot, f"C1: {load.slot} is loaded under requests {on_slot}")
+        require(load.in_flight or not on_slot, f"C1: {load.slot} is loaded under requests {on_slot}")
         self.slots[load.slot.number] = load.version
-        self._world.report(e.SlotLoaded(slot=load.slot, version=load.version, fingerprint=fingerprint(load.version)))
+        self._context.report(e.SlotLoaded(slot=load.slot, version=load.version, fingerprint=fingerprint(load.version)))
 
     def _begin(self, trajectory: TrajectoryId, attempt: Attempt, slot: SlotId, version: Version) -> None:
         serves = self.slots[slot.number]
-        mixes = self._world.config.mode_spec.mixes_versions
-        demand(serves is not None and (mixes or serves == version), f"C1: {slot} serves {serves}, not {version}")
-        demand(trajectory not in self.requests, f"trajectory {trajectory} runs twice on {slot}")
+        mixes = self._context.config.mode_spec.mixes_versions
+        require(serves is not None and (mixes or serves == version), f"C1: {slot} serves {serves}, not {version}")
+        require(trajectory not in self.requests, f"trajectory {trajectory} runs twice on {slot}")
         self.requests[trajectory] = FakeRequest(attempt=attempt, slot=slot.number)
         # With tools there may be more for a while: parked requests that come back queue in the engine.
-        full = len(self.requests) > self.spec.max_requests and not self._world.tools
-        demand(not full, f"{slot} has more requests than it can take")
+        full = len(self.requests) > self.spec.max_requests and not self._context.tools
+        require(not full, f"{slot} has more requests than it can take")
 
     def _export(self, move: c.Move) -> None:
         leaving = {
@@ -235,7 +236,7 @@ class FakeInstance:
             return
         for trajectory in leaving:
             del self.requests[trajectory]
-        self._world.send(move.target.instance, FakeBundle(move=move, requests=leaving))
+        self._context.send(move.target.instance, FakeBundle(move=move, requests=leaving))
 
     def _import(self, bundle: FakeBundle) -> None:
         """An engine takes a bundle only if the slot serves its version still."""
@@ -243,7 +244,7 @@ class FakeInstance:
         trajectories = tuple(bundle.requests)
         attempts = tuple(request.attempt for request in bundle.requests.values())
         if self.slots[move.target.number] != move.version:
-            self._world.report(
+            self._context.report(
                 e.MoveFailed(
                     trajectories=trajectories, attempts=attempts, source=move.source, target=move.target, kept=False
                 )
@@ -252,6 +253,6 @@ class FakeInstance:
         for trajectory, request in bundle.requests.items():
             request.slot = move.target.number
             self.requests[trajectory] = request
-        self._world.report(
+        self._context.report(
             e.Moved(trajectories=trajectories, attempts=attempts, source=move.source, target=move.target)
         )

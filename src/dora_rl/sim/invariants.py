@@ -20,7 +20,7 @@ class BrokenPromiseError(AssertionError):
     """One of the promises in docs/architecture.md does not hold."""
 
 
-def demand(holds: bool, promise: str) -> None:
+def require(holds: bool, promise: str) -> None:
     """Raise if a promise does not hold."""
     if not holds:
         raise BrokenPromiseError(promise)
@@ -73,11 +73,11 @@ class InvariantChecker:
         for command in commands:
             if isinstance(event, e.Generated) and isinstance(command, c.Score):
                 latest = self._attempts.get(event.trajectory, 0)
-                demand(
+                require(
                     event.attempt == latest, f"C2: trajectory {event.trajectory} ends with a former attempt's report"
                 )
             if isinstance(event, e.Trained) and isinstance(command, c.Publish):
-                demand(event.attempt == self._applied, f"C2: step {event.step} ends with a former trainer's report")
+                require(event.attempt == self._applied, f"C2: step {event.step} ends with a former trainer's report")
             self._check(command)
 
     def _note_published(self, event: e.Published) -> None:
@@ -102,14 +102,14 @@ class InvariantChecker:
                     self._check_single(trajectory, command.version)
             case c.LoadVersion():
                 self._check_version_usable(command.version)
-                demand(command.slot.instance not in self._lost, f"{command.slot} is lost and told to load")
-                demand(
+                require(command.slot.instance not in self._lost, f"{command.slot} is lost and told to load")
+                require(
                     not command.in_flight or self._mode.mixes_versions,
                     f"C1: {command.slot} loads version {command.version} under running requests",
                 )
             case c.Score():
                 self._scored[command.trajectory] += 1
-                demand(self._scored[command.trajectory] == 1, f"trajectory {command.trajectory} is scored twice")
+                require(self._scored[command.trajectory] == 1, f"trajectory {command.trajectory} is scored twice")
             case c.Apply():
                 self._applied = command.attempt
                 self._check_batch(command)
@@ -118,15 +118,15 @@ class InvariantChecker:
             case c.RestartTrainer():
                 self._asked = None
             case c.Retire():
-                demand(command.version not in self.retired, f"version {command.version} is retired twice")
-                demand(command.version != self._newest, f"the newest version {command.version} is retired")
+                require(command.version not in self.retired, f"version {command.version} is retired twice")
+                require(command.version != self._newest, f"the newest version {command.version} is retired")
                 self.retired.add(command.version)
             case c.FailTrajectory():
-                demand(bool(command.reason), f"trajectory {command.trajectory} fails without a reason")
+                require(bool(command.reason), f"trajectory {command.trajectory} fails without a reason")
                 self._ended.add(command.trajectory)
             case c.GroupFailed():
-                demand(command.group not in self.failed, f"group {command.group} fails twice")
-                demand(bool(command.reasons), f"group {command.group} fails without a reason")
+                require(command.group not in self.failed, f"group {command.group} fails twice")
+                require(bool(command.reasons), f"group {command.group} fails without a reason")
                 self.failed.add(command.group)
             case c.EvictInstance():
                 self._lost.add(command.instance)
@@ -135,49 +135,49 @@ class InvariantChecker:
 
     def _check_start(self, command: c.StartGroup) -> None:
         group = len(self.admitted)
-        demand(command.group == group, f"group {command.group} is admitted out of order")
-        demand(group < len(self.offered), f"group {group} is admitted without a prompt")
-        demand(command.prompt.key == self.offered[group], f"C2: group {group} does not get the next prompt")
-        demand(self._newest is not None, f"group {group} is admitted before a version is published")
+        require(command.group == group, f"group {command.group} is admitted out of order")
+        require(group < len(self.offered), f"group {group} is admitted without a prompt")
+        require(command.prompt.key == self.offered[group], f"C2: group {group} does not get the next prompt")
+        require(self._newest is not None, f"group {group} is admitted before a version is published")
         if self._mode.admits_newest_only:
-            demand(command.version == self._newest, f"group {group} is not tagged with the newest version")
+            require(command.version == self._newest, f"group {group} is not tagged with the newest version")
         self._check_version_usable(command.version)
         self.admitted.append((command.prompt.key, command.version))
         self.bounds.append(self._bound)
         untrained = len(self.admitted) - len(self.trained) - len(self.failed)
-        demand(
+        require(
             untrained <= (self._bound + 1) * self._config.groups_per_step,
             f"C3: {untrained} groups are untrained at once",
         )
 
     def _check_version_usable(self, version: Version) -> None:
-        demand(version in self._published, f"version {version} is used before it is published")
-        demand(version not in self.retired, f"version {version} is used after it was retired")
+        require(version in self._published, f"version {version} is used before it is published")
+        require(version not in self.retired, f"version {version} is used after it was retired")
 
     def _check_single(self, trajectory: TrajectoryId, version: Version) -> None:
         group = trajectory // self._config.group_size
         tagged = self.admitted[group][1]
-        demand(
+        require(
             version == tagged or self._mode.mixes_versions,
             f"C1: trajectory {trajectory} of version {tagged} is sent to version {version}",
         )
 
     def _check_batch(self, command: c.Apply) -> None:
         step, groups = command.step, command.groups
-        demand(len(set(groups)) == len(groups), f"C2: step {step} trains a group twice")
+        require(len(set(groups)) == len(groups), f"C2: step {step} trains a group twice")
         if step in self.batches:
-            demand(set(self.batches[step]) == set(groups), f"C2: step {step} is trained again with another batch")
+            require(set(self.batches[step]) == set(groups), f"C2: step {step} is trained again with another batch")
             return
-        demand(step == self._newest, f"step {step} does not start from the newest version {self._newest}")
+        require(step == self._newest, f"step {step} does not start from the newest version {self._newest}")
         before = {group for batch in self.batches.values() for group in batch}
         for group in groups:
             version = self.admitted[group][1]
-            demand(group not in before, f"C2: group {group} is trained twice")
-            demand(group not in self.failed, f"C2: group {group} has failed and is trained")
+            require(group not in before, f"C2: group {group} is trained twice")
+            require(group not in self.failed, f"C2: group {group} has failed and is trained")
             size = self._config.group_size
             ended = all(trajectory in self._ended for trajectory in range(group * size, (group + 1) * size))
-            demand(ended, f"group {group} is trained before all its trajectories have ended")
-            demand(
+            require(ended, f"group {group} is trained before all its trajectories have ended")
+            require(
                 0 <= step - version <= self.bounds[group],
                 f"C3: step {step} trains a group of version {version}, admitted under the bound {self.bounds[group]}",
             )
@@ -186,14 +186,14 @@ class InvariantChecker:
 
     # -- the state between events -----------------------------------------------------------------------------
 
-    def check_conserving(self, snapshot: Snapshot) -> None:
+    def check_idle_slots(self, snapshot: Snapshot) -> None:
         """No slot idles while there is work that is wanted, and every idle slot knows why."""
         for slot in snapshot.slots:
             held = {slot.version, slot.loading} & self.retired
-            demand(not held, f"{slot.slot} holds version {held}, which is retired")
+            require(not held, f"{slot.slot} holds version {held}, which is retired")
             if slot.requests or slot.incoming or slot.loading is not None or slot.paused:
                 continue
-            demand(slot.idle is not None, f"{slot.slot} idles without a cause")
+            require(slot.idle is not None, f"{slot.slot} idles without a cause")
             self._check_idle(slot, snapshot)
 
     @staticmethod
@@ -202,35 +202,35 @@ class InvariantChecker:
             return
         has_room = not slot.active
         waits = slot.version in snapshot.waiting
-        demand(not (waits and has_room), f"{slot.slot} idles while requests of its version wait")
+        require(not (waits and has_room), f"{slot.slot} idles while requests of its version wait")
         same = [other for other in snapshot.slots if other.slot.instance == slot.slot.instance]
         offers = any(snapshot.rollout_version in (other.version, other.loading) for other in same)
-        demand(
+        require(
             offers or waits, f"{slot.slot} is empty and its instance is not given version {snapshot.rollout_version}"
         )
         if slot.version == snapshot.rollout_version and has_room:
-            demand(not snapshot.admissible, f"{slot.slot} idles while groups are wanted")
+            require(not snapshot.admissible, f"{slot.slot} idles while groups are wanted")
             assert slot.idle is not None
             named = slot.idle.reason is not IdleReason.STARTING
-            demand(named, f"{slot.slot} serves version {slot.version} and idles as if it had none")
+            require(named, f"{slot.slot} serves version {slot.version} and idles as if it had none")
 
     def check_finished(self, snapshot: Snapshot, *, prompts: int) -> None:
         """All is accounted for: every prompt trained once or failed, every slot empty, every old version retired."""
-        demand(len(self.admitted) == prompts, f"{prompts - len(self.admitted)} prompts were never admitted")
+        require(len(self.admitted) == prompts, f"{prompts - len(self.admitted)} prompts were never admitted")
         for group in range(len(self.admitted)):
             ends = (group in self.trained) + (group in self.failed)
-            demand(ends == 1, f"C2: group {group} ended {ends} times")
+            require(ends == 1, f"C2: group {group} ended {ends} times")
         sizes = [len(batch) for batch in self.batches.values()]
-        demand(
+        require(
             all(size == self._config.groups_per_step for size in sizes[:-1]),
             f"a step before the last trained fewer than {self._config.groups_per_step} groups",
         )
-        demand(not snapshot.untrained, "groups are left untrained")
-        demand(not snapshot.waiting, "requests are left waiting")
+        require(not snapshot.untrained, "groups are left untrained")
+        require(not snapshot.waiting, "requests are left waiting")
         for slot in snapshot.slots:
-            demand(not slot.requests and not slot.incoming, f"{slot.slot} still holds requests")
-            demand(not slot.active, f"{slot.slot} still counts active requests")
+            require(not slot.requests and not slot.incoming, f"{slot.slot} still holds requests")
+            require(not slot.active, f"{slot.slot} still counts active requests")
         held = {v for slot in snapshot.slots for v in (slot.version, slot.loading) if v is not None}
         held |= {v for v in (snapshot.newest, snapshot.rollout_version) if v is not None}
         left = self._published - self.retired - held
-        demand(not left, f"versions {sorted(left)} are neither held nor retired")
+        require(not left, f"versions {sorted(left)} are neither held nor retired")

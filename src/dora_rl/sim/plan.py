@@ -49,7 +49,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
+class PlanResult:
     """A candidate and what its simulation predicts."""
 
     candidate: Candidate
@@ -119,18 +119,18 @@ def _changed(config: SimConfig, devices: int, slots: int, trainer: int, stalenes
 
 def plan(
     config: SimConfig, *, most: int = 24, progress: Callable[[int, int], None] | None = None
-) -> tuple[list[Planned], int]:
+) -> tuple[list[PlanResult], int]:
     """The simulated candidates, best first, and how many were left out because they can't win."""
     waiting = candidates(config)
     total = len(waiting)
-    done: list[Planned] = []
+    done: list[PlanResult] = []
     best = float("inf")
     for number, candidate in enumerate(waiting):
         if candidate.bound.seconds >= best or number >= most:
             break
         if progress is not None:
             progress(number, min(most, total))
-        planned = Planned(candidate=candidate, result=simulate(candidate.config, candidate.variant))
+        planned = PlanResult(candidate=candidate, result=simulate(candidate.config, candidate.variant))
         best = min(best, planned.step_seconds)
         done.append(planned)
     done.sort(key=lambda planned: (planned.step_seconds, planned.candidate.staleness))

@@ -121,14 +121,16 @@ def simulate(
     progress: Callable[[int], None] | None = None,
     timeline: bool = False,
 ) -> Result:
-    """Run the orchestrator of production against the simulated world."""
+    """Run the orchestrator of production against the simulated runtime."""
     control = control_for(config, variant)
     layout: LayoutKind = "elastic" if variant.elastic else config.layouts[variant.mode]
-    world = Meter(config.model_copy(update={"control": control}), layout, keep_segments=timeline, progress=progress)
-    _check_instances(config, layout, len(world.instances))
-    drive(Orchestrator(control), world)
-    world.close()
-    return world.result(variant, control, layout)
+    runtime = MeasuredRuntime(
+        config.model_copy(update={"control": control}), layout, keep_segments=timeline, progress=progress
+    )
+    _check_instances(config, layout, len(runtime.instances))
+    drive(Orchestrator(control), runtime)
+    runtime.close()
+    return runtime.result(variant, control, layout)
 
 
 def _check_instances(config: SimConfig, layout: LayoutKind, instances: int) -> None:
@@ -139,8 +141,8 @@ def _check_instances(config: SimConfig, layout: LayoutKind, instances: int) -> N
         )
 
 
-class Meter(SimRuntime):
-    """A simulated world that measures itself from the end of the warm-up on."""
+class MeasuredRuntime(SimRuntime):
+    """A simulated runtime that measures itself from the end of the warm-up on."""
 
     def __init__(
         self,

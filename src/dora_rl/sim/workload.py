@@ -28,7 +28,7 @@ class SimTurn(NamedTuple):
     tool_tokens: int
 
 
-class Traced(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
+class TraceLine(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     """One line of a trace."""
 
     response_tokens: int
@@ -37,9 +37,9 @@ class Traced(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     """Lines with the same group are siblings and stay together."""
 
 
-def read_trace(path: Path) -> list[list[Traced]]:
+def read_trace(path: Path) -> list[list[TraceLine]]:
     """The groups of a trace, in order; lines without a group are groups of their own."""
-    groups: dict[str | int, list[Traced]] = {}
+    groups: dict[str | int, list[TraceLine]] = {}
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
@@ -55,9 +55,9 @@ def read_trace(path: Path) -> list[list[Traced]]:
     return list(groups.values())
 
 
-def _read_line(path: Path, number: int, line: bytes) -> Traced:
+def _read_line(path: Path, number: int, line: bytes) -> TraceLine:
     try:
-        traced = msgspec.json.decode(line, type=Traced)
+        traced = msgspec.json.decode(line, type=TraceLine)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TraceError(f"{path}, line {number}: {error}") from error
     if traced.response_tokens < 1 or traced.prompt_tokens < 0:
