@@ -1,7 +1,8 @@
 """The promises, under thousands of schedules with faults at any point.
 
-`ChaosRuntime` breaks whatever may break, `InvariantChecker` raises on the first promise that does not hold: single version (C1),
-exactly once (C2), staleness (C3), work conserving, no stall, everything accounted for at idle.
+`ChaosRuntime` injects every fault that the contract allows, and `InvariantChecker` raises on the first promise that
+does not hold: single version (C1), exactly once (C2), staleness (C3), no slot idle without need, no stall, everything
+accounted for at the end.
 """
 
 from __future__ import annotations
