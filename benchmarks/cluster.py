@@ -24,7 +24,7 @@ from rich.table import Table
 from benchmarks.report import RESULTS, at_least, publish
 from benchmarks.running import Figures, run
 from dora_rl.runtime.launch.ray.init import need_ray
-from dora_rl.runtime.launch.ray.rendezvous import LOOPBACK, Rendezvous, enter
+from dora_rl.runtime.launch.ray.rendezvous import LOOPBACK, Rendezvous, connect
 from dora_rl.sim.presets import preset
 from dora_rl.sim.run import parse_variant, simulate
 
@@ -91,7 +91,7 @@ class Peer:
 
     def echo(self, port: int, token: bytes) -> None:
         """Send every message back."""
-        link, _ = enter(LOOPBACK, port, token, "")
+        link, _ = connect(LOOPBACK, port, token, "")
         with link:
             link.settimeout(None)
             while part := link.recv(1 << 16):

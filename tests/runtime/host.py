@@ -43,25 +43,25 @@ class Forked:
             os.kill(self.pid, signal.SIGKILL)
 
 
-class ForkedNursery(ForkServer):
+class QuickForkServer(ForkServer):
     """A nursery without the seconds of importing; says whom it has forked."""
 
-    patience = PATIENCE  # the first is forked at once, one that replaces it must import everything
+    timeout = PATIENCE  # the first is forked at once, one that replaces it must import everything
 
     def fork(self, link: socket.socket, log: IO[bytes]) -> forks.Forked:
         forked = super().fork(link, log)
-        self._note(f"reaper-{Path(log.name).stem}", forked.keeper)
+        self._note(f"reaper-{Path(log.name).stem}", forked.reaper)
         self._note(Path(log.name).stem, forked.pid)
         return forked
 
-    def _begin(self) -> tuple[socket.socket, int]:
-        begun = super()._begin() if hasattr(self, "_process") else self._fork_nursery()
+    def _start(self) -> tuple[socket.socket, int]:
+        begun = super()._start() if hasattr(self, "_process") else self._fork_server()
         self._note("fork_server", begun[1])
         return begun
 
-    def _fork_nursery(self) -> tuple[socket.socket, int]:
+    def _fork_server(self) -> tuple[socket.socket, int]:
         ours, theirs = socket.socketpair()
-        ours.settimeout(self.patience)
+        ours.settimeout(self.timeout)
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -110,7 +110,7 @@ def supervise(order: dict[str, Any]) -> int:
     signal.signal(signal.SIGINT, interrupt)
     try:
         bound = change(folder, order.get("settings", []))
-        run = Run(folder, notice=notice, machine=machine(order, ForkedNursery), bound=bound)
+        run = Run(folder, notice=notice, machine=machine(order, QuickForkServer), bound=bound)
         run.world.stopping = stopping
         run.go()
         code = 0 if run.orchestrator.finished else 130

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dora_rl.apps.audit import audited
-from dora_rl.runtime.launch.ray.init import begin, need_ray
+from dora_rl.runtime.launch.ray.init import need_ray, start_supervisor
 from dora_rl.runtime.run_dir import RunDir
 from dora_rl.trainer import checkpoint
 from tests.runtime.making import merged, settings
@@ -95,8 +95,8 @@ class RayRun:
         return outcome
 
     def notices(self) -> list[str]:
-        said: list[str] = self._ray.get(self._head.said.remote(0))
-        return said
+        notices: list[str] = self._ray.get(self._head.notices.remote(0))
+        return notices
 
     def events(self) -> int:
         try:
@@ -136,7 +136,7 @@ class RayRun:
         return found
 
     def _begin(self) -> None:
-        self._head = begin(self.folder)
+        self._head = start_supervisor(self.folder)
         self._going = self._head.go.remote()
 
     def _pid(self, place: str) -> int | None:

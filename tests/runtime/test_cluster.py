@@ -123,13 +123,13 @@ def test_requests_move_through_the_object_store(nodes: Nodes) -> None:
 
     from dora_rl.runtime.launch.ray.object_store import RayDataPlane
 
-    carriage = RayDataPlane(ray.remote(_Keeper).options(num_cpus=0).remote())
+    data_plane = RayDataPlane(ray.remote(_FakeSupervisor).options(num_cpus=0).remote())
     source, listener = halfway()
     here = list(source.progress().tokens)
-    name = carriage.export(source, here)
+    name = data_plane.export(source, here)
     listener.hear(source.drain())
     target = tiny.engine(tiny.model("llama"), name="b")
-    arrived, errors = target.import_(carriage.fetch(name), 0)
+    arrived, errors = target.import_(data_plane.fetch(name), 0)
     assert arrived == tuple(here)
     assert not errors
     listener.run(target)
@@ -137,23 +137,23 @@ def test_requests_move_through_the_object_store(nodes: Nodes) -> None:
     assert len(listener.said) == COUNT
     assert target.stats.reprefilled == 0
     with pytest.raises(BundleError, match="gone"):
-        carriage.fetch(name)
+        data_plane.fetch(name)
     with pytest.raises(StoreError, match="not there"):
-        carriage.lease(3)
+        data_plane.lease(3)
 
 
-class _Keeper:
+class _FakeSupervisor:
     """As much of a supervisor as an instance needs."""
 
     def __init__(self) -> None:
         self._bundles: dict[str, Any] = {}
 
-    def keep(self, name: str, bundle: list[Any]) -> None:
+    def hold_bundle(self, name: str, bundle: list[Any]) -> None:
         self._bundles[name] = bundle
 
-    def take(self, name: str) -> list[Any]:
+    def take_bundle(self, name: str) -> list[Any]:
         bundle: list[Any] = self._bundles.pop(name, [])
         return bundle
 
-    def find(self, version: int) -> list[Any]:
+    def find_version(self, version: int) -> list[Any]:
         return []

@@ -14,7 +14,7 @@ from dora_rl.runtime.launch.cpu_allocation import niceness, share
 from dora_rl.runtime.launch.process_manager import ProcessManager, WorkerProcess
 from dora_rl.runtime.run_dir import RunDir
 from tests.runtime.making import merged, settings
-from tests.runtime.test_supervision import NoNursery
+from tests.runtime.test_supervision import NoForkServer
 
 CORES = st.integers(1, 64)
 COUNT = st.integers(0, 8)
@@ -73,7 +73,7 @@ def test_processes_start_as_nice_as_their_role_asks(tmp_path: Path) -> None:
     def found(mode: str, role: str, place: str) -> int:
         config = build(RunConfig, merged(settings(tmp_path, mode), {"rollout": {"instances": 3}, "threads": 2}))
         folder = RunDir(tmp_path)
-        processes = ProcessManager(folder, config, LocalBackend(folder, NoNursery()), 0, {})
+        processes = ProcessManager(folder, config, LocalBackend(folder, NoForkServer()), 0, {})
         try:
             return processes._niceness(WorkerProcess(role, place))
         finally:

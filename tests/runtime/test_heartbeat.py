@@ -8,7 +8,7 @@ import threading
 
 from dora_rl.runtime.transport import messages as m
 from dora_rl.runtime.transport.channel import Channel
-from dora_rl.runtime.workers.heartbeat import beat
+from dora_rl.runtime.workers.heartbeat import start_heartbeat
 
 
 def channels() -> tuple[Channel[m.FromWorker], Channel[m.FromWorker]]:
@@ -18,7 +18,7 @@ def channels() -> tuple[Channel[m.FromWorker], Channel[m.FromWorker]]:
 
 def test_a_process_that_is_busy_gives_signs_of_life() -> None:
     ours, theirs = channels()
-    beat(theirs, 0.005)
+    start_heartbeat(theirs, 0.005)
     data, beats = bytes(50 << 20), 0
     while beats < 4:
         hashlib.sha256(data)  # a call that lets go of the interpreter, as a prefill does, and takes many beats

@@ -45,13 +45,13 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, float]]:
 def test_ranks_and_evaluator_have_room_beside_the_instances(
     cluster: dict[str, dict[str, float]], other: dict[str, Any], found: int
 ) -> None:
-    assert nodes.room(config(**other), "here") == found
+    assert nodes.capacity(config(**other), "here") == found
 
 
 def test_the_only_room_is_for_an_instance(cluster: dict[str, dict[str, float]]) -> None:
     del cluster["there"]
     cluster["here"]["CPU"] = 2.0
-    assert nodes.room(config(evaluation={"every": 2}), "here") == 1
+    assert nodes.capacity(config(evaluation={"every": 2}), "here") == 1
 
 
 def test_a_trainer_on_any_node_can_not_publish_in_memory() -> None:

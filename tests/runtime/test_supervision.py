@@ -24,7 +24,7 @@ from tests.runtime.host import Host, Supervisor
 from tests.runtime.making import PATIENCE, make_run, merged, settings
 
 
-class NoNursery(ForkServer):
+class NoForkServer(ForkServer):
     """Forks nobody."""
 
     def __init__(self) -> None: ...
@@ -102,7 +102,7 @@ def test_a_policy_that_has_overflowed_ends_the_run(host: Host, base: Path) -> No
 def test_same_cause_counts_however_long_a_process_lives(tmp_path: Path) -> None:
     tree = merged(settings(tmp_path), {"supervision": {"restarts": 2}})
     folder = RunDir(tmp_path)
-    processes = ProcessManager(folder, build(RunConfig, tree), LocalBackend(folder, NoNursery()), 0, {})
+    processes = ProcessManager(folder, build(RunConfig, tree), LocalBackend(folder, NoForkServer()), 0, {})
 
     def lives(cause: str) -> list[bool]:
         process = WorkerProcess("trainer", "trainer")

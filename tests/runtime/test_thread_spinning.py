@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from dora_rl.runtime.launch.fork_server import variables
+from dora_rl.runtime.launch.fork_server import worker_environment
 from dora_rl.runtime.workers.thread_spinning import _CONTENDED, _EVERY, _LONGEST, Decision, scheduled
 
 
@@ -57,9 +57,9 @@ def test_the_scheduler_says_how_long_threads_ran() -> None:
 
 
 def test_how_threads_wait_may_be_given() -> None:
-    assert variables({})["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert worker_environment({})["OMP_WAIT_POLICY"] == "PASSIVE"
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
-        assert not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & variables({name: "1"}).keys()
+        assert not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & worker_environment({name: "1"}).keys()
 
 
 PROGRAM = """

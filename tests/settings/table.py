@@ -400,9 +400,9 @@ RUN: Table = {
     "evaluation.success_threshold": Row(
         "runtime.supervisor.run:Run._evaluate", "settings/test_supervisor.py::test_what_counts_as_right_is_as_told"
     ),
-    "checkpoint": Row("runtime.workers.trainer:TrainerWorker._hear", why=SECTION),
+    "checkpoint": Row("runtime.workers.trainer:TrainerWorker._handle", why=SECTION),
     "checkpoint.every": Row(
-        "runtime.workers.trainer:TrainerWorker._hear",
+        "runtime.workers.trainer:TrainerWorker._handle",
         "settings/test_training.py::test_checkpoints_are_written_and_kept_as_told",
     ),
     "checkpoint.keep": Row(
@@ -410,6 +410,9 @@ RUN: Table = {
         "settings/test_training.py::test_checkpoints_are_written_and_kept_as_told",
     ),
     "logging": Row("runtime.supervisor.trackers:trackers", why=SECTION),
+    "logging.level": Row(
+        "runtime.workers.main:run_worker", "runtime/test_logs.py::test_a_worker_logs_at_the_level_of_its_config"
+    ),
     "logging.tensorboard": Row(
         "runtime.supervisor.trackers:trackers", "settings/test_supervisor.py::test_figures_go_where_logging_says"
     ),
@@ -443,7 +446,7 @@ RUN: Table = {
         "runtime.launch.ray.backend:RayBackend.capacity",
         "runtime/test_cluster.py::test_instances_follow_the_nodes_and_the_supervisor_can_be_killed",
     ),
-    "ray.instance": Row("runtime.launch.ray.nodes:room", why=SECTION),
+    "ray.instance": Row("runtime.launch.ray.nodes:capacity", why=SECTION),
     "ray.instance.num_cpus": Row(
         "runtime.launch.ray.backend:RayBackend.start",
         "settings/test_ray.py::test_a_process_takes_of_the_cluster_what_it_was_told",
@@ -457,7 +460,8 @@ RUN: Table = {
         "settings/test_ray.py::test_a_process_takes_of_the_cluster_what_it_was_told",
     ),
     "ray.trainer": Row(
-        "runtime.launch.ray.nodes:room", "runtime/test_room.py::test_ranks_and_evaluator_have_room_beside_the_instances"
+        "runtime.launch.ray.nodes:capacity",
+        "runtime/test_room.py::test_ranks_and_evaluator_have_room_beside_the_instances",
     ),
     "ray.reward": Row(
         "runtime.launch.ray.init:_cpus", "settings/test_ray.py::test_a_process_takes_of_the_cluster_what_it_was_told"

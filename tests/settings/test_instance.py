@@ -45,7 +45,7 @@ def test_prompts_are_computed_in_chunks(base: Path) -> None:
     """`prefill_chunk`: so many tokens of a prompt in one step."""
     for chunk, steps in ((4, 3), (5, 2), (64, 1)):
         part = instance(base, prefill_chunk=chunk, stream_every=1)
-        part.instance._hear(submit())
+        part.instance._handle(submit())
         count = 1
         while not part.engine.step().chunks:
             count += 1
@@ -55,7 +55,7 @@ def test_prompts_are_computed_in_chunks(base: Path) -> None:
 def test_tokens_are_reported_as_often_as_told(base: Path) -> None:
     for every in (1, 5):
         part = instance(base, stream_every=every)
-        part.instance._hear(submit(most=20))
+        part.instance._handle(submit(most=20))
         while part.engine.busy:
             part.instance._take(part.engine.step())
         # The first and the last report may be shorter or longer by what fell into their step.
@@ -74,13 +74,13 @@ def test_threads_of_an_engine_are_its_own_if_set(base: Path) -> None:
     """`rollout.engine.threads`; otherwise it computes with what the supervisor says."""
     part = instance(base, threads=2)
     assert part.engine.threads == 2
-    part.instance._hear(m.SetThreads(count=1))
+    part.instance._handle(m.SetThreads(count=1))
     assert part.engine.threads == 2
     part = instance(base)
     assert part.engine.threads == 1
-    part.instance._hear(m.SetThreads(count=2))
+    part.instance._handle(m.SetThreads(count=2))
     assert part.engine.threads == 2
-    part.instance._hear(m.SetThreads(count=1))
+    part.instance._handle(m.SetThreads(count=1))
 
 
 def test_an_instance_speaks_once_a_heartbeat(base: Path) -> None:
@@ -90,7 +90,7 @@ def test_an_instance_speaks_once_a_heartbeat(base: Path) -> None:
         publish(folder)
         part = InstancePart(folder)
         part.engine.drain()
-        part.instance._beat = -1e9  # it has not spoken yet, however short the machine is up
+        part.instance._last_progress_at = -1e9  # it has not spoken yet, however short the machine is up
         part.line.said.clear()
         for _ in range(3):
             part.instance._send()

@@ -152,7 +152,7 @@ def test_what_saves_memory_is_done(base: Path) -> None:
         with TrainerPart(folder_of(base, at(TRAINER + "micro_batch_tokens", size))) as part:
             passes[size] = 0
             part.trainer.policy.register_forward_hook(lambda *_, size=size: passes.update({size: passes[size] + 1}))
-            part.process._hear(m.TrainGroups(step=0, attempt=0, groups=groups(0, 0)))
+            part.process._handle(m.TrainGroups(step=0, attempt=0, groups=groups(0, 0)))
     assert passes[80] > passes[4096] == 1
 
 

@@ -76,7 +76,7 @@ class Line:
     """The channel of a part: what it says is kept, and what it is to hear is put in."""
 
     closed = False
-    spoke = float("inf")
+    last_sent_at = float("inf")
 
     def __init__(self) -> None:
         self.said: list[Any] = []
@@ -105,13 +105,13 @@ class TrainerPart:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.process._sole.close()
+        self.process._lock.close()
 
     def step(self, groups: tuple[m.TrainedGroup, ...]) -> dict[str, float]:
         """One step as the supervisor asks for it; its metrics."""
         number = self.trainer.version
-        self.process._hear(m.TrainGroups(step=number, attempt=0, groups=groups))
-        self.process._hear(
+        self.process._handle(m.TrainGroups(step=number, attempt=0, groups=groups))
+        self.process._handle(
             m.RunCommand(command=c.Apply(step=number, attempt=0, groups=tuple(one.id for one in groups)))
         )
         self.publish()
@@ -119,7 +119,7 @@ class TrainerPart:
         return figures
 
     def publish(self) -> None:
-        self.process._hear(m.RunCommand(command=c.Publish(version=self.trainer.version, attempt=0)))
+        self.process._handle(m.RunCommand(command=c.Publish(version=self.trainer.version, attempt=0)))
 
     def weights(self) -> dict[str, Any]:
         """What is published last."""
@@ -139,12 +139,12 @@ class InstancePart:
         self.load(version)
 
     def load(self, version: int) -> None:
-        self.instance._hear(m.RunCommand(command=c.LoadVersion(slot=SlotId("i0.1", 0), version=version)))
+        self.instance._handle(m.RunCommand(command=c.LoadVersion(slot=SlotId("i0.1", 0), version=version)))
         self.engine.wait_for_loads()
 
     def answer(self, submit: m.SubmitRequests) -> dict[int, list[int]]:
         """The tokens of each request, and their log-probs in `logprobs`."""
-        self.instance._hear(submit)
+        self.instance._handle(submit)
         while self.engine.busy:
             self.instance._take(self.engine.step())
         self.instance._send(force=True)

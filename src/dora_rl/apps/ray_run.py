@@ -18,7 +18,7 @@ from rich.console import Console
 
 from dora_rl.apps.progress_panel import ProgressPanel
 from dora_rl.core.errors import IntegrityError, RunError, UserError
-from dora_rl.runtime.launch.ray.init import begin, cluster
+from dora_rl.runtime.launch.ray.init import cluster, start_supervisor
 from dora_rl.runtime.launch.ray.supervisor_actor import SupervisorActor
 from dora_rl.runtime.run_dir import RunDir
 
@@ -34,7 +34,7 @@ def go_on_ray(folder: RunDir, console: Console, bound: int | None) -> bool:
     """Carry a run to its end, or to an interrupt; False if it was interrupted."""
     say = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
     with cluster(folder.read()):
-        head = begin(folder, bound, LiveHead)
+        head = start_supervisor(folder, bound, LiveHead)
         going = head.go.remote()
         with _interrupts(head, say):
             how, text = _follow(head, going, say)
@@ -48,7 +48,7 @@ class LiveHead(SupervisorActor):
 
     @contextlib.contextmanager
     def watching(self, run: Run) -> Iterator[Callable[[], None]]:
-        with ProgressPanel(run, Console(file=_Lines(self.say), width=200)) as watch:
+        with ProgressPanel(run, Console(file=_Lines(self.notify), width=200)) as watch:
             yield watch
 
 
@@ -73,7 +73,7 @@ def _follow(head: Any, going: Any, say: Callable[[str], None]) -> tuple[str, str
     try:
         while True:
             over = bool(ray.wait([going], timeout=_INTERVAL)[0])
-            for text in ray.get(head.said.remote(known)):
+            for text in ray.get(head.notices.remote(known)):
                 known += 1
                 say(text)
             if over:

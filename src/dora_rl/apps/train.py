@@ -200,7 +200,7 @@ def _wire(
     try:
         from dora_rl.runtime.supervisor.run import Run
 
-        return Run(folder, notice=say, bound=bound, machine=Machine(fork_server=nursery.log_to), prepared=prepared)
+        return Run(folder, notice=say, bound=bound, machine=Machine(fork_server=nursery.with_log), prepared=prepared)
     except BaseException:
         nursery.close()
         raise

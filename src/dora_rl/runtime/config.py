@@ -1,4 +1,4 @@
-"""The configuration of a run: one tree, each part's own config as a section."""
+"""The configuration of a run: one tree, with the config of each component as a section."""
 
 from __future__ import annotations
 
@@ -21,135 +21,137 @@ class SamplingConfig(Config):
     """How rollout samples."""
 
     temperature: float = Field(1.0, ge=0)
-    """The trainer uses the same."""
+    """The trainer uses the same temperature."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Keep the likeliest tokens that together have this probability."""
+    """Keep the most likely tokens that together have this probability."""
     top_k: int = Field(0, ge=0)
-    """Keep so many of the likeliest tokens; 0 keeps all."""
+    """Keep this number of the most likely tokens; 0 keeps all."""
     min_p: float = Field(0.0, ge=0, le=1)
-    """Keep tokens at least this fraction as likely as the likeliest."""
+    """Keep tokens with at least this fraction of the probability of the most likely token."""
     stop: tuple[str, ...] = ()
-    """Strings that end a response, besides the model's own end of text."""
+    """Strings that end a response, in addition to the model's end-of-text token."""
 
 
 _ENGINE: dict[str, Any] = {"kv_bytes": 256 << 20, "host_bytes": 256 << 20}
-"""A run has several engines on one machine, so each takes less than one alone would."""
+"""A run has several engines on one machine, so each takes less memory than a single engine would."""
 
 
 class RolloutConfig(Config):
     """The rollout instances."""
 
     instances: int = Field(2, ge=1)
-    """Processes with an engine each."""
+    """Number of rollout workers, each with one engine."""
     engine: EngineConfig = EngineConfig(**_ENGINE)
-    """Each of them."""
+    """The engine of each instance."""
     heartbeat_seconds: float = Field(0.5, gt=0)
-    """How often an instance says how far it is."""
+    """How often an instance reports its progress."""
 
     @field_validator("engine", mode="before")
     @classmethod
     def _keep_defaults(cls, given: Any) -> Any:
-        """One key that is set does not change the others."""
+        """Setting one key does not change the defaults of the others."""
         return {**_ENGINE, **given} if isinstance(given, dict) else given
 
 
 class EvaluationConfig(Config):
-    """Evaluation on held-out prompts, beside training."""
+    """Evaluation on held-out prompts, in parallel with training."""
 
     every: int = Field(0, ge=0)
-    """Steps between evaluations; 0 evaluates only when asked for by `dora-rl eval`."""
+    """Steps between evaluations; 0 evaluates only on request, by `dora-rl eval`."""
     data: DataConfig | None = None
-    """Held-out problems from a source of their own; otherwise `data.held_out` rows are kept for it."""
+    """A separate source of held-out problems; if unset, `data.held_out` rows are kept for evaluation."""
     samples: int = Field(1, ge=1)
-    """Responses to each prompt."""
+    """Responses per prompt."""
     temperature: float = Field(1.0, ge=0)
-    """0 takes the likeliest token."""
+    """0 takes the most likely token."""
     success_threshold: float = 1.0
-    """A response with at least this reward counts as right."""
+    """A response with at least this reward counts as a success."""
 
 
 class CheckpointConfig(Config):
-    """What a run can go on from."""
+    """Checkpoints, from which a run is resumed."""
 
     every: int = Field(1, ge=1)
-    """Steps between checkpoints. Groups of the steps in between are kept, and trained again after a crash."""
+    """Steps between checkpoints. Groups of the steps in between are kept and trained again after a crash."""
     keep: int = Field(2, ge=1)
-    """Checkpoints kept; more than one, so that a damaged one costs steps and not the run."""
+    """Number of checkpoints kept; with more than one, a damaged checkpoint costs steps and not the run."""
 
 
 class LoggingConfig(Config):
-    """Where figures go besides `metrics.jsonl`."""
+    """Logs, and where metrics go in addition to `metrics.jsonl`."""
 
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe messages in the logs of the supervisor and the workers (`logs/` in the run directory)."""
     tensorboard: bool = True
     """Write event files for TensorBoard."""
     wandb: str | None = None
-    """Project on Weights & Biases; needs the package `wandb`."""
+    """Project on Weights & Biases; requires the package `wandb`."""
     trackio: str | None = None
-    """Project of trackio; needs the package `trackio`."""
+    """Project on trackio; requires the package `trackio`."""
     samples: int = Field(2, ge=0)
-    """Groups of each step whose texts go to `samples.jsonl`."""
+    """Groups per step whose texts are written to `samples.jsonl`."""
 
 
 class SupervisionConfig(Config):
-    """What is done about processes that fail."""
+    """How worker processes that fail are restarted."""
 
     restarts: int = Field(5, ge=0)
-    """A process that failed so often in a row is given up: the run goes on with fewer instances, or ends."""
+    """Restarts in a row before a worker is given up: the run then continues with fewer instances, or ends."""
     backoff_seconds: float = Field(0.5, ge=0)
-    """Before the first restart; doubles with each failure in a row."""
+    """Delay before the first restart; it doubles with each failure in a row."""
 
 
 class MismatchConfig(Config):
-    """How far the engine's log-probs may be from the trainer's, where both are of the same weights. Compared are the
-    mean over the tokens of a step, and a tenth of their 99th percentile."""
+    """How far the engine's log-probs may be from the trainer's for the same weights. The limits apply to the mean of
+    the differences over the tokens of a step, and to a tenth of their 99th percentile."""
 
     warn: FiniteFloat | None = Field(None, gt=0)
-    """Above this the run warns; unset: 0.002 for float32, 0.02 for float16, 0.05 for bfloat16."""
+    """The run warns above this; if unset: 0.002 for float32, 0.02 for float16, 0.05 for bfloat16."""
     stop: FiniteFloat | None = Field(None, gt=0)
-    """Above this the run stops; unset: 0.05 for float32, 0.2 for float16, 0.3 for bfloat16."""
+    """The run stops above this; if unset: 0.05 for float32, 0.2 for float16, 0.3 for bfloat16."""
 
 
 class RunConfig(Config):
-    """Everything about a run."""
+    """The configuration of a run."""
 
     model: ModelConfig
-    """Which model is trained."""
+    """The model that is trained."""
     data: DataConfig
-    """Prompts."""
+    """The prompts."""
     reward: RewardConfig = RewardConfig()
     """What a response is worth."""
     environment: EnvironmentConfig = EnvironmentConfig()
-    """Who answers the policy, where it takes several turns."""
+    """The environment that answers the policy in tasks of several turns."""
     control: ControlConfig
-    """How rollout and training interleave."""
+    """How rollout and training overlap."""
     sampling: SamplingConfig = SamplingConfig()
     """How rollout samples."""
     rollout: RolloutConfig = RolloutConfig()
-    """The instances."""
+    """The rollout instances."""
     trainer: TrainerConfig = TrainerConfig()
-    """How groups become the next version."""
+    """How groups are turned into the next version."""
     evaluation: EvaluationConfig = EvaluationConfig()
-    """On held-out prompts."""
+    """Evaluation on held-out prompts."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """What a run can go on from."""
+    """Checkpoints, from which a run is resumed."""
     logging: LoggingConfig = LoggingConfig()
-    """Where figures go."""
+    """Logs, and where metrics go."""
     supervision: SupervisionConfig = SupervisionConfig()
-    """What is done about processes that fail."""
+    """How worker processes that fail are restarted."""
     mismatch: MismatchConfig = MismatchConfig()
-    """How far engine and trainer may be apart."""
+    """How far the engine's log-probs may be from the trainer's."""
     runtime: Literal["local", "ray"] = "local"
-    """Where the processes are: on this machine, or on the nodes of a Ray cluster."""
+    """Where worker processes run: on this machine, or on the nodes of a Ray cluster."""
     ray: RayConfig = RayConfig()
-    """The cluster, if the runtime is `ray`."""
+    """The Ray cluster, if the runtime is `ray`."""
     seed: int = Field(0, ge=0)
-    """Same seed and prompts, same trajectories, on any number of instances."""
+    """The same seed and prompts give the same trajectories, on any number of instances."""
     threads: int = Field(0, ge=0)
-    """Cores of a machine that rollout and training share; 0 takes all, or what a node gives to Ray."""
+    """Cores of a machine that rollout and training share; 0 uses all, or those that a node gives to Ray."""
     weights: Literal["disk", "memory"] = "disk"
-    """Where published versions live: on disk they survive a power loss, in shared memory publishing is quicker."""
+    """Where published versions are stored: on disk they survive a power loss; in shared memory publishing is faster."""
     out: str = "runs"
-    """Folder for runs, from where the command is given; other paths start at the config file."""
+    """Directory for runs, relative to the working directory; other paths are relative to the config file."""
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
@@ -161,7 +163,9 @@ class RunConfig(Config):
             raise ValueError("'reward.functions' is empty: name what a response is worth, for instance [\"exact\"]")
         engine_factory(self.rollout.engine.kind).check_run(self.engine_run())
         if self.runtime == "ray" and self.ray.shared_folder and self.weights == "memory":
-            raise ValueError("'weights' must be 'disk' with 'ray.shared_folder': no other node sees this one's memory")
+            raise ValueError(
+                "'weights' must be 'disk' with 'ray.shared_folder': other nodes can't see this node's memory"
+            )
         return self
 
     def engine_run(self) -> EngineRun:
@@ -177,7 +181,7 @@ class RunConfig(Config):
         )
 
     def request_sampling(self, stop_ids: tuple[int, ...], *, temperature: float | None = None) -> Sampling:
-        """The engine's view of it."""
+        """The sampling parameters of a request."""
         return Sampling(
             max_tokens=self.control.max_response_tokens,
             temperature=self.sampling.temperature if temperature is None else temperature,

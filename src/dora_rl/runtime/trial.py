@@ -26,8 +26,8 @@ import msgspec
 from dora_rl.core.errors import ConfigError, UserError
 from dora_rl.envs.config import EnvironmentConfig, RewardConfig
 from dora_rl.envs.data import Problem
-from dora_rl.runtime.launch.fork_server import variables
-from dora_rl.runtime.launch.reaper import BY_SIGNAL, PATIENCE, keep
+from dora_rl.runtime.launch.fork_server import worker_environment
+from dora_rl.runtime.launch.reaper import KILL_SECONDS, SIGNAL_BASE, run_with_reaper
 
 _IMPORT_SECONDS = 300.0
 """For importing the user's code. A run has no such limit; it is here so that a hanging import is named."""
@@ -67,7 +67,7 @@ class Trial:
                 stdout=self._output,
                 stderr=self._output,
                 pass_fds=[replies],
-                env=os.environ | variables(os.environ),
+                env=os.environ | worker_environment(os.environ),
                 start_new_session=True,
             )
         os.close(replies)
@@ -90,7 +90,7 @@ class Trial:
             return
         self._process.terminate()  # the keeper ends all that is below it
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(2 * PATIENCE)
+            self._process.wait(2 * KILL_SECONDS)
         self._process.kill()
         self._process.wait()
         os.close(self._replies)
@@ -122,7 +122,7 @@ class Trial:
     def _end(self) -> str:
         """How the process ended, and the last line that it printed."""
         code = self._process.returncode
-        number = -code if code < 0 else code - BY_SIGNAL
+        number = -code if code < 0 else code - SIGNAL_BASE
         how = signal.Signals(number).name if number in set(signal.Signals) else f"exit status {code}"
         self._output.seek(0)
         printed = self._output.read().decode(errors="replace").strip().splitlines()
@@ -168,4 +168,4 @@ def _serve(replies: int, asked: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    keep(int(sys.argv[2]), lambda: _serve(int(sys.argv[1]), json.load(sys.stdin)))
+    run_with_reaper(int(sys.argv[2]), lambda: _serve(int(sys.argv[1]), json.load(sys.stdin)))

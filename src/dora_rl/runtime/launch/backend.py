@@ -1,14 +1,15 @@
-"""Where the processes of a run come from: a port, and this machine behind it.
+"""Where the worker processes of a run come from: the interface, and its implementation for this machine.
 
 Invariants:
-- a process speaks over the one link that its host made for it, and its end is the end of that link;
-- `kill` returns when the process and all that it has started can do nothing more, or be heard by nobody;
-- a process that waits for room is not a process that fails.
+- a worker communicates over the one link that its backend made for it; the end of the link is the end of the worker;
+- `kill` returns when the worker and everything that it has started can do nothing more, or can reach the run no more;
+- a worker that waits for resources has not failed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -21,85 +22,87 @@ from dora_rl.core.errors import BundleError
 from dora_rl.core.os_processes import alive
 from dora_rl.core.types import Version
 from dora_rl.runtime.launch.fork_server import Forked, ForkServer
-from dora_rl.runtime.launch.reaper import PATIENCE
+from dora_rl.runtime.launch.reaper import KILL_SECONDS
 from dora_rl.runtime.run_dir import RunDir
+
+logger = logging.getLogger(__name__)
 
 Link = Callable[[], tuple[socket.socket, socket.socket]]
 
 
 class ProcessHandle(Protocol):
-    """One process, as its host knows it."""
+    """One worker process, as its backend knows it."""
 
     @property
     def link(self) -> socket.socket | None:
-        """What it speaks over, once it has connected."""
+        """The connection to the worker; None until it has connected."""
         ...
 
     @property
     def node(self) -> str:
-        """Where it is: processes of one machine share its cores."""
+        """The node that the worker runs on: workers of one node share its cores."""
         ...
 
     @property
     def pending(self) -> bool:
-        """There is no room for it yet."""
+        """Whether the worker still waits for resources."""
         ...
 
     def alive(self) -> bool: ...
 
     def failure(self) -> str:
-        """Why it will never speak again, where its host knows and its link does not tell; else empty."""
+        """Why the worker can't be reached any more, if the backend knows and the link does not show it; else empty."""
         ...
 
     def kill(self) -> None:
-        """Make sure that it has ended."""
+        """Make sure that the worker has ended."""
         ...
 
 
 class Backend(Protocol):
-    """Where processes come from."""
+    """Starts worker processes."""
 
     def on_connect(self, wake: Callable[[], None]) -> None:
-        """Call `wake`, from any thread, when a process has connected."""
+        """Call `wake`, from any thread, whenever a worker has connected."""
         ...
 
     def start(self, role: str, worker_id: str, name: str) -> ProcessHandle:
-        """Start a process for a place; it may connect later."""
+        """Start a process for a worker, under a name that is unique per restart; it may connect later."""
         ...
 
     def cores(self, node: str) -> int:
-        """How many there are."""
+        """The number of cores of a node."""
         ...
 
     def capacity(self) -> int | None:
-        """For how many instances there is room, if all of it is to be used; None: their number is the run's affair."""
+        """For how many instances there are resources, if the run uses all of them; None if the config has a number."""
         ...
 
     def release(self, worker_id: str) -> None:
-        """Nobody will fill this place any more."""
+        """Free what is reserved for a worker: it will not be started again."""
         ...
 
     def version_retired(self, version: Version) -> None:
-        """A version was freed."""
+        """Free what is held of a version that was retired."""
         ...
 
     def discard_kv(self, name: str) -> None:
-        """A bundle that nobody will fetch."""
+        """Free a KV bundle that will not be fetched."""
         ...
 
     def close(self) -> None:
-        """Nobody is started any more."""
+        """Free everything; no process is started after this."""
         ...
 
 
 class ForkedProcess:
-    """A process of this machine."""
+    """A worker process of this machine."""
 
     node = ""
     pending = False
 
     def __init__(self, forked: Forked, link: socket.socket) -> None:
-        self._pid, self._keeper = forked
+        self._pid, self._reaper = forked
         self.link = link
 
     def alive(self) -> bool:
@@ -112,30 +115,32 @@ class ForkedProcess:
         for send in (os.killpg, os.kill):
             with contextlib.suppress(ProcessLookupError):
                 send(self._pid, signal.SIGKILL)
-        end = time.monotonic() + 2 * PATIENCE  # the keeper gives up before, unless somebody has stopped it
-        while alive(self._keeper):
+        end = time.monotonic() + 2 * KILL_SECONDS  # the reaper gives up earlier, unless it is stopped
+        while alive(self._reaper):
             if time.monotonic() > end:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(self._keeper, signal.SIGKILL)
+                    os.kill(self._reaper, signal.SIGKILL)
             time.sleep(0.001)
 
 
 class LocalBackend:
-    """This machine: processes are forked from a nursery and speak over socket pairs."""
+    """This machine: workers are forked from a fork server and communicate over socket pairs."""
 
-    def __init__(self, folder: RunDir, nursery: ForkServer, link: Link = socket.socketpair) -> None:
-        self._folder = folder
-        self._nursery = nursery
+    def __init__(self, run_dir: RunDir, fork_server: ForkServer, link: Link = socket.socketpair) -> None:
+        self._run_dir = run_dir
+        self._fork_server = fork_server
         self._link = link
         self._cores = usable_cores()
 
     def on_connect(self, wake: Callable[[], None]) -> None:
-        """A process that is forked is connected."""
+        """Never called: a forked process is connected from the start."""
 
-    def start(self, role: str, worker_id: str, name: str) -> ForkedProcess:  # noqa: ARG002
+    def start(self, role: str, worker_id: str, name: str) -> ForkedProcess:
         ours, theirs = self._link()
-        with theirs, (self._folder.logs / f"{worker_id}.log").open("ab") as log:
-            return ForkedProcess(self._nursery.fork(theirs, log), ours)
+        with theirs, (self._run_dir.logs / f"{worker_id}.log").open("ab") as log:
+            forked = self._fork_server.fork(theirs, log)
+        logger.info("forked %s worker %s: pid %d", role, name, forked.pid)
+        return ForkedProcess(forked, ours)
 
     def cores(self, node: str) -> int:  # noqa: ARG002
         return self._cores
@@ -144,17 +149,17 @@ class LocalBackend:
         return None
 
     def release(self, worker_id: str) -> None:
-        """A place is a name and no more."""
+        """Nothing is reserved for a worker."""
 
     def version_retired(self, version: Version) -> None:
-        """The store has freed it."""
+        """The weight store has freed it."""
 
     def discard_kv(self, name: str) -> None:
-        """Its owner may use the memory again."""
+        """Let the owner of the shared memory use it again."""
         from dora_rl.engine.kv_transfer.format import KvBundle
 
         with contextlib.suppress(BundleError):
             KvBundle.attach(name).taken()
 
     def close(self) -> None:
-        self._nursery.close()
+        self._fork_server.close()

@@ -1,15 +1,16 @@
-"""How the cores of a machine are shared out: the roles of a CPU.
+"""How the cores of a machine are divided between rollout and training.
 
-Who works gets cores, who waits gives them up. While the trainer waits, rollout has its cores; while rollout waits for
-the trainer, the trainer has them. Each gets at least one; more processes than cores share them by the operating
-system's clock.
+Busy processes get cores, waiting processes give them up. While the trainer waits, rollout has its cores; while rollout
+waits for the trainer, the trainer has them. Each process gets at least one thread; where there are more processes than
+cores, the operating system divides the time.
 
-Where rollout and training overlap, instances that are idle just now work again before the trainer is through with what
-it was given, and it hears of its threads only then. So their cores are not lent to it: threads of the trainer that wait
-for one that has no core cost it far more than another core brings.
+Where rollout and training overlap, instances that are idle now will be busy again before the trainer has finished its
+current work, and a new number of threads reaches the trainer only after that. So the trainer does not borrow their
+cores: trainer threads that wait for a thread without a core cost it far more than another core gains.
 
-More processes than cores are weighed against each other by niceness. It counts against other programs on the machine
-too, so it is the least that leaves the trainer its cores, and nothing where rollout and training take turns.
+Where there are more processes than cores, niceness weighs them against each other. Niceness counts against other
+programs on the machine too, so it is the least that leaves the trainer its cores, and zero where rollout and training
+take turns.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ import math
 from typing import NamedTuple
 
 _LEVEL = 1.25
-"""The factor of weight that a level of niceness is worth to Linux."""
+"""The factor of CPU weight between two levels of niceness on Linux."""
 _NICEST = 15
 _SHARED = 0.25
-"""Weight of all instances together on a single core that they share with the trainer, if its own is 1."""
+"""Weight of all instances together on a single core that they share with the trainer, whose weight is 1."""
 
 
 class Shares(NamedTuple):
-    """Threads of each."""
+    """Threads per process."""
 
     instance: int
     """Of an instance that has requests."""
@@ -33,7 +34,7 @@ class Shares(NamedTuple):
 
 
 def share(cores: int, instances: int, busy: int, *, trainer_busy: bool, overlap: bool) -> Shares:
-    """Threads by role, with so many instances, and so many of them at work."""
+    """Threads by role, where `busy` of the instances have requests."""
     rollout = instances if overlap else busy
     return Shares(
         instance=1 if trainer_busy else max(1, cores // max(1, busy)),
@@ -42,7 +43,8 @@ def share(cores: int, instances: int, busy: int, *, trainer_busy: bool, overlap:
 
 
 def niceness(cores: int, instances: int, *, overlap: bool) -> int:
-    """Levels by which an instance is nicer than the trainer: all together weigh as much as the cores left to them."""
+    """Niceness of an instance relative to the trainer: all instances together weigh as much as the cores left to
+    them."""
     if not overlap:
         return 0
     left = cores - share(cores, instances, instances, trainer_busy=True, overlap=True).trainer

@@ -1,19 +1,25 @@
-"""Where processes come from: one process that has everything imported and forks whoever is asked for.
+"""The fork server: one process that has imported everything and forks the workers of a run.
 
-Importing torch and transformers takes seconds of a core; a fork takes milliseconds and shares the memory. So a run
-starts quickly, and a process that was lost is back at once.
+Importing torch and transformers takes seconds of CPU time; a fork takes milliseconds and shares the memory. So a run
+starts quickly, and a worker that was lost is back at once.
 
 Invariants:
-- the nursery computes nothing and has one thread, so that a fork of it is a whole process;
-- it ends with its supervisor, and its children with it;
-- between it and each process that it forks is a keeper, which ends all that the process has started when it ends;
-- one that is gone or hangs is replaced; its children are lost with it, which the supervisor handles as any loss.
+- the fork server computes nothing and has one thread, so that a fork of it is a complete process;
+- it ends with its supervisor, and its children end with it;
+- between it and each worker that it forks is a reaper, which kills everything that the worker has started when the
+  worker ends;
+- a fork server that is gone or hangs is replaced; its workers are lost with it, which the supervisor handles like any
+  other loss.
+
+This is written by hand since the forkserver of `multiprocessing` gives a child neither a reaper nor its own log, leaves
+its children running when the parent is killed, is not replaced when it hangs, and passes the child's target by pickle.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import os
 import signal
 import socket
@@ -26,18 +32,20 @@ from typing import IO, NamedTuple
 
 from dora_rl.core.errors import RunError
 from dora_rl.core.os_processes import adopt_orphans, alive, end_descendants, end_with_parent
-from dora_rl.runtime.launch.reaper import PATIENCE, keep
+from dora_rl.runtime.launch.reaper import KILL_SECONDS, run_with_reaper
+
+logger = logging.getLogger(__name__)
 
 _PIDS = struct.Struct("<II")
 _PID = struct.Struct("<I")
-_TRIES = 3
+_ATTEMPTS = 3
 _IMPORTS = (
     "dora_rl.runtime.workers.rollout",
     "dora_rl.runtime.workers.trainer",
     "dora_rl.runtime.workers.reward",
     "peft",
 )
-_WAITING = {
+_THREAD_WAITING = {
     # Threads spin for about a millisecond, then sleep. Where cores are contended they do not spin at all
     # (`runtime.workers.thread_spinning`).
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -51,31 +59,33 @@ _QUIET = {
 
 
 class Forked(NamedTuple):
-    """A process that was forked: its id, which is that of its process group too, and that of its keeper."""
+    """A forked worker."""
 
     pid: int
-    keeper: int
+    """Id of the process, and of its process group."""
+    reaper: int
+    """Process id of its reaper."""
 
 
 class ForkServer:
-    """The supervisor's end."""
+    """The supervisor's side: starts a fork server and asks it for processes."""
 
-    patience = 120.0
+    timeout = 120.0
     """Seconds for an answer, importing included."""
 
     def __init__(self, log: Path | None) -> None:
-        """Begin one; without a log it can be begun before there is a run folder."""
+        """Start a fork server; without a log it can be started before there is a run directory."""
         self._log = log or Path(os.devnull)
-        self._link, self.pid = self._begin()
+        self._link, self.pid = self._start()
 
-    def log_to(self, log: Path) -> ForkServer:
-        """Say where one that is begun anew prints to."""
+    def with_log(self, log: Path) -> ForkServer:
+        """Set the log of a replacement: the server that runs keeps the one that it was started with."""
         self._log = log
         return self
 
     def fork(self, link: socket.socket, log: IO[bytes]) -> Forked:
-        """A process that speaks over `link` and prints to `log`."""
-        for _ in range(_TRIES):
+        """Fork a worker whose channel is `link` and whose output goes to `log`."""
+        for _ in range(_ATTEMPTS):
             try:
                 socket.send_fds(self._link, [b"f"], [link.fileno(), log.fileno()])
                 answer = self._link.recv(_PIDS.size)
@@ -83,17 +93,18 @@ class ForkServer:
                 answer = b""
             if len(answer) == _PIDS.size:
                 return Forked(*_PIDS.unpack(answer))
-            self._end(0.0)
-            self._link, self.pid = self._begin()
+            logger.warning("the fork server (pid %d) does not answer and is replaced", self.pid)
+            self._stop(0.0)
+            self._link, self.pid = self._start()
         raise RunError(f"no process can be started; see {self._log}, then resume the run")
 
     def close(self) -> None:
-        self._end(5.0)
+        self._stop(5.0)
 
-    def _begin(self) -> tuple[socket.socket, int]:
-        """A nursery, and the link to it."""
+    def _start(self) -> tuple[socket.socket, int]:
+        """Start a fork server; returns the link to it and its process id."""
         ours, theirs = socket.socketpair()
-        ours.settimeout(self.patience)
+        ours.settimeout(self.timeout)
         with theirs, self._log.open("ab") as log:
             self._process = subprocess.Popen(  # noqa: S603
                 [sys.executable, "-m", "dora_rl.runtime.launch.fork_server", str(theirs.fileno()), str(os.getpid())],
@@ -101,72 +112,72 @@ class ForkServer:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=os.environ | variables(os.environ),
+                env=os.environ | worker_environment(os.environ),
                 start_new_session=True,
             )
         return ours, self._process.pid
 
-    def _end(self, patience: float) -> None:
+    def _stop(self, seconds: float) -> None:
         self._link.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=patience)
+            self._process.wait(timeout=seconds)
         self._process.kill()
         self._process.wait()
 
 
-def variables(given: Mapping[str, str]) -> dict[str, str]:
+def worker_environment(given: Mapping[str, str]) -> dict[str, str]:
     """Environment variables for a process that imports torch. A user's own settings of how threads wait are kept."""
-    return _QUIET | ({} if _WAITING.keys() & given.keys() else _WAITING)
+    return _QUIET | ({} if _THREAD_WAITING.keys() & given.keys() else _THREAD_WAITING)
 
 
 def serve(link: socket.socket, parent: int) -> None:
-    """Fork whoever is asked for, until the parent is gone."""
+    """Fork a worker for each request, until the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system buries the dead
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps children that have ended
     adopt_orphans()
     end_with_parent(parent)
     for name in _IMPORTS:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    keepers: set[int] = set()
+    reapers: set[int] = set()
     while True:
-        asked, fds, _, _ = socket.recv_fds(link, 1, 2)
-        # What a process has started falls to the nursery if its keeper was killed: nobody else would end it.
-        keepers = {keeper for keeper in keepers if asked and alive(keeper)}
-        end_descendants(PATIENCE, keepers)
-        if not asked:
+        request, fds, _, _ = socket.recv_fds(link, 1, 2)
+        # If a reaper was killed, the fork server adopts what its worker has started, and no other process would end it.
+        reapers = {reaper for reaper in reapers if request and alive(reaper)}
+        end_descendants(KILL_SECONDS, reapers)
+        if not request:
             return
         forked = _fork(link, *fds)
-        keepers.add(forked.keeper)
+        reapers.add(forked.reaper)
         link.sendall(_PIDS.pack(*forked))
 
 
-def _fork(link: socket.socket, theirs: int, log: int) -> Forked:
-    nursery = os.getpid()
-    ready, told = os.pipe()
-    keeper = os.fork()
-    if keeper == 0:
+def _fork(link: socket.socket, worker_link: int, log: int) -> Forked:
+    server = os.getpid()
+    read_end, write_end = os.pipe()
+    reaper = os.fork()
+    if reaper == 0:
         link.close()
-        os.close(ready)
-        keep(nursery, lambda: _become_child(told, theirs, log))
-    for fd in (told, theirs, log):
+        os.close(read_end)
+        run_with_reaper(server, lambda: _run_worker(write_end, worker_link, log))
+    for fd in (write_end, worker_link, log):
         os.close(fd)
-    # The process says who it is when it will end with its keeper: nobody knows it before, so nobody can stop it before.
-    said = os.read(ready, _PID.size)
-    os.close(ready)
-    return Forked(_PID.unpack(said)[0] if len(said) == _PID.size else keeper, keeper)
+    # The worker sends its pid once it will end with its reaper. Before that its pid is unknown, so it can't be stopped.
+    data = os.read(read_end, _PID.size)
+    os.close(read_end)
+    return Forked(_PID.unpack(data)[0] if len(data) == _PID.size else reaper, reaper)
 
 
-def _become_child(told: int, link: int, log: int) -> None:
-    from dora_rl.runtime.workers.main import main as child
+def _run_worker(pid_pipe: int, link: int, log: int) -> None:
+    from dora_rl.runtime.workers.main import main
 
-    os.write(told, _PID.pack(os.getpid()))
-    os.close(told)
+    os.write(pid_pipe, _PID.pack(os.getpid()))
+    os.close(pid_pipe)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-    child(socket.socket(fileno=link))
+    main(socket.socket(fileno=link))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a run takes from the machine that it runs on. Tests hand in faulty parts; nothing else does."""
+"""What a run takes from the machine that it runs on. Tests pass in faulty replacements; nothing else does."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from dora_rl.runtime.run_dir import RunDir
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The parts."""
+    """Makers of what a run needs from the machine."""
 
     fork_server: Callable[[Path], ForkServer] = ForkServer
-    """Where processes of this machine come from."""
+    """Starts the fork server, with this log."""
     link: Callable[[], tuple[socket.socket, socket.socket]] = socket.socketpair
-    """What they speak over."""
+    """Makes the connection between the supervisor and a worker."""
     clock: Callable[[], Nanoseconds] = time.monotonic_ns
-    """What the run's clock follows."""
+    """The clock that the clock of the run follows."""
     connect: Callable[[Path], sqlite3.Connection] = connect
-    """What the ledger writes with."""
+    """Opens the database of the ledger."""
 
     def backend(self, run_dir: RunDir) -> Backend:
-        """Where the processes of a run come from."""
+        """The backend that starts the workers of a run."""
         return LocalBackend(run_dir, self.fork_server(run_dir.logs / "fork_server.log"), self.link)

@@ -225,7 +225,7 @@ class ProcessManager:
         """Take up the connection to a process that has come up, and tell it who it is."""
         if process.channel is not None or process.handle is None or process.handle.link is None:
             return
-        process.channel = Channel(process.handle.link, FromWorker)  # type: ignore[arg-type]
+        process.channel = Channel(process.handle.link, FromWorker, process.name)  # type: ignore[arg-type]
         self._selector.register(process.channel, selectors.EVENT_READ, process)
         process.send(
             StartWorker(

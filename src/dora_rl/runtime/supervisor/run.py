@@ -24,6 +24,7 @@ from dora_rl.envs.data import Dataset, load
 from dora_rl.ledger.ledger import Ledger
 from dora_rl.models.loading import load_tokenizer
 from dora_rl.orchestrator.orchestrator import Orchestrator
+from dora_rl.runtime import logs
 from dora_rl.runtime.launch.machine import Machine
 from dora_rl.runtime.launch.process_manager import ProcessManager
 from dora_rl.runtime.provenance import Provenance
@@ -70,6 +71,8 @@ class Run:
             self._lock = undo.enter_context(_lock(folder))
             self._backend = machine.backend(folder)
             undo.callback(self._backend.close)
+            logs.configure(self.config.logging.level, folder.logs / "supervisor.log")
+            undo.callback(logs.close)
             self._wire(notice, machine, undo)
             undo.pop_all()
 
@@ -135,6 +138,7 @@ class Run:
         self.recorder.settle(self.world.now())
         self.recorder.close()
         self._lock.close()
+        logs.close()
         if self.orchestrator.finished and self.config.weights == "memory" and not self.world.evaluating:
             self.folder.store(self.config).clear()
 

@@ -1,11 +1,12 @@
-"""How weights and moved requests come to an instance: a port, and this machine behind it.
+"""How weights and moved requests reach an instance: the interface, and its implementation for one machine.
 
-Invariant: whatever carries them, weights are proven by their fingerprint on what is served, and a bundle that is lost
-or damaged is a `BundleError`, after which its requests go on from their tokens.
+Invariant: with every implementation, weights are proven by their fingerprint on what is served, and a KV bundle that is
+lost or damaged raises a `BundleError`, after which its requests are resumed from their tokens.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,13 +19,15 @@ if TYPE_CHECKING:
     from dora_rl.runtime.transport.messages import StartWorker
     from dora_rl.runtime.transport.weight_source import Leasing
 
+logger = logging.getLogger(__name__)
+
 
 class DataPlane(Protocol):
-    """What an instance takes weights and bundles from."""
+    """Carries weights and KV bundles to an instance."""
 
     @property
     def address(self) -> str:
-        """Of this machine, where the other processes of the run reach it."""
+        """Address of this machine, at which the other processes of the run reach it."""
         ...
 
     def weights(self, start: StartWorker, config: RunConfig) -> Leasing:
@@ -32,16 +35,16 @@ class DataPlane(Protocol):
         ...
 
     def export(self, engine: KvMigration, trajectories: Iterable[TrajectoryId]) -> str:
-        """Requests leave the engine, to be fetched under this name."""
+        """Take requests out of the engine; return the name under which their KV bundle can be fetched."""
         ...
 
     def fetch(self, name: str) -> KvBundle:
-        """The bundle of this name."""
+        """The KV bundle of this name."""
         ...
 
 
 class LocalDataPlane:
-    """Files that are mapped, and shared memory."""
+    """One machine: weights are memory-mapped files, KV bundles are shared memory."""
 
     address = "127.0.0.1"
 
@@ -51,9 +54,13 @@ class LocalDataPlane:
         return RunDir.open(start.folder).store(config)
 
     def export(self, engine: KvMigration, trajectories: Iterable[TrajectoryId]) -> str:
-        return engine.export(trajectories).name
+        bundle = engine.export(trajectories)
+        logger.info("exported KV bundle %s, %d bytes", bundle.name, bundle.memory.nbytes)
+        return bundle.name
 
     def fetch(self, name: str) -> KvBundle:
         from dora_rl.engine.kv_transfer.format import KvBundle
 
-        return KvBundle.attach(name)
+        bundle = KvBundle.attach(name)
+        logger.info("importing KV bundle %s, %d bytes", name, bundle.memory.nbytes)
+        return bundle

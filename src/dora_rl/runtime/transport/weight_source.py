@@ -1,7 +1,7 @@
-"""Published versions as an engine loads them: mapped from the store; a LoRA adapter is added to the base weights.
+"""Published versions as an engine loads them: mapped from the store, with a LoRA adapter merged into the base weights.
 
-A version is leased while it is read. Mapped tensors stay valid when their file is gone, so what an engine serves can't
-be pulled from under it.
+A version is leased while it is read. Mapped tensors stay valid after their file is deleted, so the weights that an
+engine serves can't disappear.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dora_rl.weights.layout import Manifest
 
 
 class Leased(Protocol):
-    """A version that stays while it is read."""
+    """A version that is not freed while it is read."""
 
     manifest: Manifest
 
@@ -30,7 +30,7 @@ class Leased(Protocol):
     def prove(self, served: dict[str, Any]) -> Fingerprint: ...
 
     def file(self) -> AbstractContextManager[Path]:
-        """It as a safetensors file, for those who read files by themselves."""
+        """The version as a safetensors file, for engines that read files themselves."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -39,15 +39,15 @@ class Leased(Protocol):
 
 
 class Leasing(Protocol):
-    """Where versions are: a weight store, or what stands for it on another machine."""
+    """Hands out leases on versions: a weight store, or its replacement on another machine."""
 
     def lease(self, version: Version) -> Leased:
-        """Hold a version; one that is not there is a `StoreError`."""
+        """Hold a version; raises a `StoreError` if it is not there."""
         ...
 
 
 class StoreWeights:
-    """Published versions as the source of an engine."""
+    """Published versions as tensors, the source of our own engine."""
 
     def __init__(self, store: Leasing, model: Any, lora_config: LoraConfig | None) -> None:
         self._store = store
@@ -65,12 +65,12 @@ class StoreWeights:
             return self._merge(tensors) if lease.manifest.adapter else tensors
 
     def fingerprint(self, version: Version) -> Fingerprint:
-        """Proven on what lies in the store, not read from its label."""
+        """Computed from the tensors in the store, not read from the manifest."""
         with _lease(self._store, version) as lease:
             return lease.prove(lease.tensors())
 
     def probe(self, version: Version) -> Probe | None:
-        """What the trainer published with the version."""
+        """The probe that the trainer published with the version."""
         with _lease(self._store, version) as lease:
             return lease.manifest.probe
 
@@ -80,14 +80,14 @@ class StoreWeights:
 
 
 class StoreFiles:
-    """Published versions as the source of an engine that reads files by itself."""
+    """Published versions as files, the source of an engine that reads files itself."""
 
     def __init__(self, store: Leasing) -> None:
         self._store = store
 
     @contextmanager
     def hold(self, version: Version) -> Iterator[PublishedFile]:
-        """The file of a version, leased meanwhile and proven."""
+        """The file of a version, leased meanwhile, with its fingerprint computed from the tensors."""
         with _lease(self._store, version) as lease, lease.file() as path:
             manifest = lease.manifest
             yield PublishedFile(path, lease.prove(lease.tensors()), manifest.adapter, manifest.probe)

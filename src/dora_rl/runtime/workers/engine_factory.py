@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from dora_rl.core.cpu_cores import usable_cores
@@ -11,11 +12,14 @@ from dora_rl.engine.registry import EngineResources, engine_factory
 from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.transport.weight_source import Leasing, StoreFiles, StoreWeights
 
+logger = logging.getLogger(__name__)
+
 Clock = Callable[[], Nanoseconds]
 
 
 def make_engine(config: RunConfig, store: Leasing, instance: InstanceId, threads: int, clock: Clock) -> RolloutEngine:
     """An engine that serves the versions in the store."""
+    logger.info("making an engine of kind %s for %s", config.rollout.engine.kind, config.model.path)
     resources = EngineResources(
         weights=lambda model: StoreWeights(store, model, config.trainer.lora),
         files=StoreFiles(store),

@@ -1,7 +1,7 @@
-"""A sign of life from a process whose loop may be busy for long: a prefill, a compilation.
+"""Heartbeats of a worker whose main loop may be busy for a long time, for example in a prefill or a compilation.
 
-A thread of its own says that the process lives whenever it has said nothing else for a while. Computing lets go of the
-interpreter, so the thread gets its turn; a process that is stopped, or has ended, has no threads that run.
+A daemon thread sends a heartbeat whenever the worker has sent nothing else for a while. Computation releases the
+interpreter lock, so the thread gets its turn; a process that is stopped or has ended runs no threads.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dora_rl.runtime.transport.channel import Channel
 from dora_rl.runtime.transport.messages import Heartbeat
 
 
-def beat(channel: Channel[Any], seconds: float) -> None:
-    """From now on, and until the channel is closed."""
-    threading.Thread(target=_beat, args=(channel, seconds), daemon=True, name="heart").start()
+def start_heartbeat(channel: Channel[Any], seconds: float) -> None:
+    """Send heartbeats from now on, until the channel is closed."""
+    threading.Thread(target=_send, args=(channel, seconds), daemon=True, name="heartbeat").start()
 
 
-def _beat(channel: Channel[Any], seconds: float) -> None:
+def _send(channel: Channel[Any], seconds: float) -> None:
     while not channel.closed:
         time.sleep(seconds)
-        if time.monotonic() - channel.spoke >= seconds:
+        if time.monotonic() - channel.last_sent_at >= seconds:
             channel.send(Heartbeat())

@@ -1,16 +1,17 @@
-"""The processes that train together, as they meet and as they hear the same.
+"""How the ranks of the trainer find each other and receive the same messages.
 
-    rank 0 --Meeting--> supervisor --Meet--> other ranks --> one process group
+    rank 0 --RanksAddress--> supervisor --JoinRanks--> other ranks --> one process group
 
 Invariants:
-- rank 0 alone hears the supervisor; what it hears it hands on, so that all ranks do the same in the same order, however
-  messages happened to be merged;
-- rank 0 alone reports;
-- messages between ranks are plain data, over a group of their own in host memory.
+- only rank 0 receives messages from the supervisor; it broadcasts them, so that all ranks do the same in the same
+  order, however messages happened to be merged;
+- only rank 0 reports;
+- messages between ranks are plain data and use a process group of their own in host memory.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from datetime import timedelta
@@ -25,12 +26,14 @@ from dora_rl.runtime.transport import messages as m
 from dora_rl.runtime.transport.channel import Channel
 from dora_rl.trainer.rank_group import RankGroup, meet
 
-_PATIENCE = timedelta(days=7)
-"""For the next message: the supervisor has deadlines for all that may hang, and ends the ranks together."""
+logger = logging.getLogger(__name__)
+
+_MESSAGE_TIMEOUT = timedelta(days=7)
+"""For the next message: the supervisor has deadlines for everything that may hang, and ends all ranks together."""
 _LOOPBACK = "127.0.0.1"
 
 
-def gather(start: m.StartWorker, channel: Channel[m.ToWorker], device: str, address: str) -> RankGroup:
+def join(start: m.StartWorker, channel: Channel[m.ToWorker], device: str, address: str) -> RankGroup:
     """Join the rank group of the trainer; a single rank trains alone."""
     if start.ranks == 1:
         return RankGroup()
@@ -38,57 +41,59 @@ def gather(start: m.StartWorker, channel: Channel[m.ToWorker], device: str, addr
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if start.rank:
         channel.send(m.WorkerReady())
-        store = _join_store(_wait_for_meeting(channel), start.ranks)
+        store = _join_store(_wait_for_address(channel), start.ranks)
     else:
-        # Bound to the one address: the store would listen on all.
+        # The socket is bound to this one address; by itself the store would listen on all addresses.
         listener = socket.create_server((address, 0))
         port = int(listener.getsockname()[1])
         store = TCPStore(
             address, port, start.ranks, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
         channel.send(m.RanksAddress(address=address, port=port))
-    return meet(device, store, start.rank, start.ranks)
+    rank_group = meet(device, store, start.rank, start.ranks)
+    logger.info("joined the rank group as rank %d of %d", start.rank, start.ranks)
+    return rank_group
 
 
 class MessageBroadcast:
-    """What a rank hears."""
+    """Broadcasts the messages of rank 0 to all ranks."""
 
     def __init__(self, rank_group: RankGroup) -> None:
         self._rank_group = rank_group
         self._decoder = msgspec.msgpack.Decoder(list[m.ToWorker])
         self._group: Any = None
         if rank_group.size > 1:
-            self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+            self._group = dist.new_group(backend="gloo", timeout=_MESSAGE_TIMEOUT)
 
     @property
-    def alone(self) -> bool:
-        """The supervisor speaks to this rank."""
+    def is_source(self) -> bool:
+        """Whether this is rank 0, which receives the supervisor's messages and reports."""
         return self._rank_group.rank == 0
 
     def share(self, messages: list[m.ToWorker]) -> list[m.ToWorker]:
         """The messages of rank 0, on every rank."""
         if self._rank_group.size == 1:
             return messages
-        body = msgspec.msgpack.encode(messages) if self.alone else b""
+        body = msgspec.msgpack.encode(messages) if self.is_source else b""
         size = torch.tensor([len(body)])
         dist.broadcast(size, 0, group=self._group)
         data = torch.empty(int(size), dtype=torch.uint8)
-        if self.alone:
+        if self.is_source:
             data[:] = torch.frombuffer(bytearray(body), dtype=torch.uint8)
         dist.broadcast(data, 0, group=self._group)
-        return messages if self.alone else self._decoder.decode(data.numpy().tobytes())
+        return messages if self.is_source else self._decoder.decode(data.numpy().tobytes())
 
 
 class NullChannel:
-    """The channel of a rank that does not report."""
+    """The outgoing channel of a rank that does not report."""
 
     closed = False
 
     def send(self, message: msgspec.Struct) -> None:
-        """Rank 0 says it."""
+        """Discard the message: rank 0 sends the same one."""
 
 
-def _wait_for_meeting(channel: Channel[m.ToWorker]) -> m.JoinRanks:
+def _wait_for_address(channel: Channel[m.ToWorker]) -> m.JoinRanks:
     while not channel.closed:
         channel.wait(60.0)
         for message in channel.receive():
@@ -97,5 +102,5 @@ def _wait_for_meeting(channel: Channel[m.ToWorker]) -> m.JoinRanks:
     raise EOFError("the supervisor is gone")
 
 
-def _join_store(meeting: m.JoinRanks, ranks: int) -> Any:
-    return TCPStore(meeting.address, meeting.port, ranks, is_master=False)
+def _join_store(message: m.JoinRanks, ranks: int) -> Any:
+    return TCPStore(message.address, message.port, ranks, is_master=False)

@@ -1,17 +1,16 @@
-"""The reward worker: scores trajectories and plays environments in a process of its own.
+"""The reward worker: scores trajectories and steps environments in its own process.
 
-User code may hang, crash or print; here it harms no other process. Rewards are computed in
-the main thread, one after the other, since they may use signals. With `reward.concurrency` above 1 rewards are computed
-in threads; with `environment.concurrency` above 1 environments are stepped in threads, each session by one thread at a
-time.
+User code may hang, crash or print; here it harms no other process. Rewards are computed one after the other in the main
+thread, since they may use signals. With `reward.concurrency` above 1 rewards are computed in threads; with
+`environment.concurrency` above 1 environments are stepped in threads, each session by one thread at a time.
 
 A process that user code forks is not a reward worker: it has no channel, and ends when the user's function returns.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -25,13 +24,15 @@ from dora_rl.runtime.run_dir import parse
 from dora_rl.runtime.transport import messages as m
 from dora_rl.runtime.transport.channel import Channel
 
+logger = logging.getLogger(__name__)
+
 
 def serve(start: m.StartWorker, channel: Channel[m.ToWorker], messages: list[m.ToWorker]) -> None:
-    """Until told to stop, or alone."""
+    """Serve until the supervisor says stop or is gone."""
     config, base = parse(start.config), Path(start.base)
     scorer = RewardScorer(config.reward, base)
-    plays = _Plays(config, base, scorer) if config.environment.kind is not None else None
-    concurrency = config.reward.concurrency if plays is None else config.environment.concurrency
+    sessions = _Sessions(config, base, scorer) if config.environment.kind is not None else None
+    concurrency = config.reward.concurrency if sessions is None else config.environment.concurrency
     pool = ThreadPoolExecutor(concurrency) if concurrency > 1 else None
     os.register_at_fork(after_in_child=channel.close)
     channel.send(m.WorkerReady())
@@ -41,24 +42,24 @@ def serve(start: m.StartWorker, channel: Channel[m.ToWorker], messages: list[m.T
                 case m.StopWorker():
                     return
                 case m.ScoreRequest():
-                    if pool is None or plays is not None:
+                    if pool is None or sessions is not None:
                         channel.send(_score(scorer, message))
                     else:
-                        pool.submit(_apart, partial(_score, scorer, message), channel)
+                        pool.submit(_send_from_thread, partial(_score, scorer, message), channel)
                 case m.EnvRequest():
-                    assert plays is not None
+                    assert sessions is not None
                     if pool is None or message.finish:
-                        channel.send(plays.play(message))
+                        channel.send(sessions.play(message))
                     else:
-                        pool.submit(_apart, partial(plays.play, message), channel)
+                        pool.submit(_send_from_thread, partial(sessions.play, message), channel)
                 case m.CloseSession(session=session):
-                    assert plays is not None
-                    plays.drop(session)
+                    assert sessions is not None
+                    sessions.drop(session)
                 case _:
-                    raise AssertionError(f"not for a reward worker: {message}")
+                    raise AssertionError(f"not a message for a reward worker: {message}")
         if channel.closed:
             return
-        channel.wait(60.0 if pool is None else 1.0)  # what a thread could not send at once goes out here
+        channel.wait(60.0 if pool is None else 1.0)  # this also sends what a thread could not send at once
         messages = channel.receive()
 
 
@@ -67,17 +68,17 @@ def _score(scorer: RewardScorer, message: m.ScoreRequest) -> m.ScoreResult:
     return m.ScoreResult(item=message.item, reward=result.reward, components=result.components, failed=result.failed)
 
 
-def _apart(reply: Callable[[], m.EnvResult | m.ScoreResult], channel: Channel[m.ToWorker]) -> None:
-    """In a thread. What is wrong with us, and not with the user's code, ends the process, as in the main thread."""
+def _send_from_thread(reply: Callable[[], m.EnvResult | m.ScoreResult], channel: Channel[m.ToWorker]) -> None:
+    """Runs in a thread. An error that is ours, and not the user code's, ends the process, as in the main thread."""
     try:
         channel.send(reply())
     except BaseException:
-        traceback.print_exc()
+        logger.exception("the reward worker failed")
         os._exit(1)
 
 
-class _Plays:
-    """The sessions that live here."""
+class _Sessions:
+    """The environment sessions of this worker."""
 
     def __init__(self, config: RunConfig, base: Path, scorer: RewardScorer) -> None:
         functions = config.reward.functions
@@ -85,7 +86,7 @@ class _Plays:
         self._sessions: dict[TrajectoryId, Session] = {}
 
     def play(self, message: m.EnvRequest) -> m.EnvResult | m.ScoreResult:
-        """One turn, or the result."""
+        """Play one turn, or finish the session and return its result."""
         session = self._sessions.get(message.session)
         replayed: list[str] = []
         if session is None:
@@ -109,32 +110,38 @@ class _Plays:
         return self._answer(message, session, turn.observation, replayed)
 
     def drop(self, number: TrajectoryId) -> None:
-        """Close a session whose result is not wanted."""
+        """Close a session whose result is no longer needed."""
         session = self._sessions.pop(number, None)
         if session is not None:
             session.close()
 
-    def _answer(self, message: m.EnvRequest, session: Session, said: str | None, replayed: list[str]) -> m.EnvResult:
+    def _answer(
+        self, message: m.EnvRequest, session: Session, observation: str | None, replayed: list[str]
+    ) -> m.EnvResult:
         if session.failed is not None:
             self.drop(message.session)
         return m.EnvResult(
-            item=message.item, observation=said, done=session.done, replayed=tuple(replayed), failed=session.failed
+            item=message.item,
+            observation=observation,
+            done=session.done,
+            replayed=tuple(replayed),
+            failed=session.failed,
         )
 
 
 def _replay(session: Session, message: m.EnvRequest) -> list[str]:
-    """Tell a new session all that the lost one was told; what it said to begin with, and to each turn."""
+    """Give a new session all texts that the lost one was given; return its opening and its observations."""
     opening = _opening(session)
-    said = [] if opening is None else [opening]
-    told = message.texts if message.finish else message.texts[:-1]
-    for number, text in enumerate(told, start=1):
+    observations = [] if opening is None else [opening]
+    texts = message.texts if message.finish else message.texts[:-1]
+    for number, text in enumerate(texts, start=1):
         if session.done:
             break
-        last = message.finish and number == len(told)
+        last = message.finish and number == len(texts)
         turn = session.step(text, message.tokens if last else ())
         if turn.observation is not None:
-            said.append(turn.observation)
-    return said
+            observations.append(turn.observation)
+    return observations
 
 
 def _opening(session: Session) -> str | None:

@@ -1,16 +1,17 @@
-"""A rollout instance: an engine in a process of its own, driven by messages.
+"""The rollout worker: one instance, which is an engine in its own process, driven by messages.
 
     messages -> engine between steps -> engine.step() -> reports
 
 Invariants:
-- what was sampled is reported before what follows from it: tokens before `Generated`, tokens before a bundle;
-- a request that can't be served is a `failed` verdict for that trajectory, and the others go on;
-- every moment of each slot is reported once, in windows whose shares add up.
+- sampled tokens are reported before what follows from them: before `Generated`, and before a KV bundle;
+- a request that can't be served fails its trajectory, and the others continue;
+- every moment of each slot is reported once, in windows whose shares add up to the length of the window.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import time
 
@@ -20,7 +21,7 @@ import torch
 
 from dora_rl.core import commands as c
 from dora_rl.core.errors import PromptError, RequestError
-from dora_rl.core.events import AnyEvent, Parked, TrajectoryFailed
+from dora_rl.core.events import AnyEvent, Parked, SlotLoaded, TrajectoryFailed
 from dora_rl.core.tokens import TokenChunk
 from dora_rl.core.types import Nanoseconds
 from dora_rl.engine.requests import FinishReason, StepOutput
@@ -28,50 +29,54 @@ from dora_rl.runtime.run_dir import parse
 from dora_rl.runtime.transport import messages as m
 from dora_rl.runtime.transport.channel import Channel
 from dora_rl.runtime.transport.data_plane import DataPlane
-from dora_rl.runtime.workers import thread_spinning as spinning
+from dora_rl.runtime.workers import thread_spinning
 from dora_rl.runtime.workers.engine_factory import make_engine
-from dora_rl.runtime.workers.heartbeat import beat
+from dora_rl.runtime.workers.heartbeat import start_heartbeat
 
-_GATHER = 0.03
-"""Seconds for which reports are gathered when nothing hangs on them."""
-_NAP = 0.002
-"""Seconds between two looks at a slot that is loading."""
+logger = logging.getLogger(__name__)
+
+_REPORT_SECONDS = 0.03
+"""How long tokens are collected for one report when no event is waiting to be sent."""
+_LOAD_POLL_SECONDS = 0.002
+"""Time between two checks of a slot that is loading."""
 
 
 class RolloutWorker:
-    """The process."""
+    """Serves one instance."""
 
-    def __init__(self, start: m.StartWorker, channel: Channel[m.ToWorker], carriage: DataPlane) -> None:
+    def __init__(self, start: m.StartWorker, channel: Channel[m.ToWorker], data_plane: DataPlane) -> None:
         os.nice(start.niceness)
         torch.set_num_threads(start.threads)
-        spinning.watch()
+        thread_spinning.watch()
         config = parse(start.config)
         self._channel = channel
-        self._carriage = carriage
+        self._data_plane = data_plane
         self._origin = start.origin
         self._mixes = config.control.mode_spec.mixes_versions
         self._heartbeat = config.rollout.heartbeat_seconds
         self._threads = config.rollout.engine.threads
-        """Where set, they are not shared out by the supervisor."""
-        weights = carriage.weights(start, config)
+        """If set, the supervisor's thread allocation is ignored."""
+        weights = data_plane.weights(start, config)
         self._engine = make_engine(config, weights, start.name, start.threads, self._now)
         self._said: list[m.Said] = []
         self._ended: list[m.ResponseEnded] = []
         self._events: list[AnyEvent] = []
-        self._reported = time.monotonic()
-        self._beat = 0.0
-        self._windows = [account.created for account in self._engine.accounts]
+        self._last_report_at = time.monotonic()
+        self._last_progress_at = 0.0
+        self._load_started_at: dict[int, float] = {}
+        """For each slot that is loading."""
+        self._window_starts = [account.created for account in self._engine.accounts]
 
     def serve(self, messages: list[m.ToWorker]) -> None:
-        """Until told to stop, or alone."""
+        """Serve until the supervisor says stop or is gone."""
         self._channel.send(m.RolloutReady(spec=self._engine.spec(), kernels=self._engine.kernels))
-        beat(self._channel, self._heartbeat)
+        start_heartbeat(self._channel, self._heartbeat)
         while True:
             for message in messages:
                 if isinstance(message, m.StopWorker):
                     self._send(force=True)
                     return
-                self._hear(message)
+                self._handle(message)
             if self._channel.closed:
                 return
             self._work()
@@ -85,19 +90,19 @@ class RolloutWorker:
             self._take(output)
             if engine.running or output.events:
                 return
-            seconds = _NAP
+            seconds = _LOAD_POLL_SECONDS
         else:
-            seconds = max(0.0, self._beat + self._heartbeat - time.monotonic())
+            seconds = max(0.0, self._last_progress_at + self._heartbeat - time.monotonic())
         if self._said or self._ended or self._events:
             self._send(force=True)
         self._channel.wait(seconds)
 
-    # -- what comes in ----------------------------------------------------------------------------------------
+    # -- incoming messages ------------------------------------------------------------------------------------
 
-    def _hear(self, message: m.ToWorker) -> None:
+    def _handle(self, message: m.ToWorker) -> None:
         match message:
             case m.RunCommand(command=command):
-                self._do(command)
+                self._execute(command)
             case m.SubmitRequests():
                 self._submit(message)
             case m.ExportKv():
@@ -105,15 +110,16 @@ class RolloutWorker:
             case m.ImportKv():
                 self._import(message)
             case m.ExtendRequest() | m.EndRequest():
-                self._go_on(message)
+                self._continue(message)
             case m.SetThreads(count=count):
                 self._engine.set_threads(self._threads or count)
             case _:
-                raise AssertionError(f"not for an instance: {message}")
+                raise AssertionError(f"not a message for a rollout worker: {message}")
 
-    def _do(self, command: c.AnyCommand) -> None:
+    def _execute(self, command: c.AnyCommand) -> None:
         match command:
             case c.LoadVersion():
+                self._load_started_at[command.slot.number] = time.monotonic()
                 self._engine.load(command.slot.number, command.version, in_flight=command.in_flight)
             case c.UnloadSlot():
                 self._engine.unload(command.slot.number)
@@ -122,13 +128,13 @@ class RolloutWorker:
             case c.SlotIdles():
                 self._engine.note_idle(command.slot.number, command.cause)
             case _:
-                raise AssertionError(f"not for an instance: {command}")
+                raise AssertionError(f"not a command for a rollout worker: {command}")
 
     def _submit(self, message: m.SubmitRequests) -> None:
         version = self._engine.serving(message.slot)
         for request in message.requests:
             try:
-                # In mode `partial` a request takes whatever its slot serves by now.
+                # In mode `partial` a request runs under the version that its slot serves now.
                 mixed = self._mixes and version is not None and version != request.version
                 self._engine.submit(
                     msgspec.structs.replace(request, version=version) if mixed else request, message.slot
@@ -145,9 +151,10 @@ class RolloutWorker:
         name, problem = "", ""
         if here:
             try:
-                name = self._carriage.export(self._engine, [trajectory for trajectory, _ in here])
+                name = self._data_plane.export(self._engine, [trajectory for trajectory, _ in here])
             except RequestError as error:
-                problem = str(error)  # no room for a bundle: they stay and go on here
+                problem = str(error)  # no room for a bundle: the requests stay and continue here
+                logger.warning("move %d: no KV exported: %s", message.move, error)
         self._take(self._engine.drain())
         self._send(force=True)
         trajectories, attempts = tuple(t for t, _ in here), tuple(a for _, a in here)
@@ -157,13 +164,13 @@ class RolloutWorker:
 
     def _import(self, message: m.ImportKv) -> None:
         try:
-            arrived, errors = self._engine.import_(self._carriage.fetch(message.bundle), message.slot)
+            arrived, errors = self._engine.import_(self._data_plane.fetch(message.bundle), message.slot)
             problems = tuple(str(error) for error in errors)
         except RequestError as error:
             arrived, problems = (), (str(error),)
         self._channel.send(m.KvImported(move=message.move, arrived=arrived, problems=problems))
 
-    def _go_on(self, message: m.ExtendRequest | m.EndRequest) -> None:
+    def _continue(self, message: m.ExtendRequest | m.EndRequest) -> None:
         try:
             if isinstance(message, m.EndRequest):
                 self._engine.end(message.trajectory, message.attempt)
@@ -177,7 +184,7 @@ class RolloutWorker:
         except RequestError:
             self._channel.send(m.NotParked(trajectory=message.trajectory, attempt=message.attempt))
 
-    # -- what goes out ----------------------------------------------------------------------------------------
+    # -- outgoing reports -------------------------------------------------------------------------------------
 
     def _take(self, output: StepOutput) -> None:
         self._said += [_said(chunk) for chunk in output.chunks]
@@ -188,25 +195,32 @@ class RolloutWorker:
                 self._ended.append(
                     m.ResponseEnded(trajectory=finished.trajectory, attempt=finished.attempt, reason=reason)  # type: ignore[arg-type]
                 )
+        for event in output.events:
+            if isinstance(event, SlotLoaded):
+                self._log_loaded(event)
         self._events += output.events
+
+    def _log_loaded(self, event: SlotLoaded) -> None:
+        seconds = time.monotonic() - self._load_started_at.pop(event.slot.number, time.monotonic())
+        logger.info("slot %d: loaded version %d in %.3f s", event.slot.number, event.version, seconds)
 
     def _send(self, *, force: bool = False) -> None:
         now = time.monotonic()
-        if now >= self._beat + self._heartbeat:
-            self._beat = now
+        if now >= self._last_progress_at + self._heartbeat:
+            self._last_progress_at = now
             self._events.append(self._engine.progress())
             self._account()
             force = True
         if not (self._said or self._ended or self._events):
             return
-        if force or self._events or now >= self._reported + _GATHER:
-            self._reported = now
+        if force or self._events or now >= self._last_report_at + _REPORT_SECONDS:
+            self._last_report_at = now
             report = m.Report(said=tuple(self._said), ended=tuple(self._ended), events=tuple(self._events))
             self._said, self._ended, self._events = [], [], []
             self._channel.send(report)
 
     def _account(self) -> None:
-        """Where the slots' time went since the last time."""
+        """Report what the slots' time since the last report was spent on."""
         now = self._now()
         for slot, account in enumerate(self._engine.accounts):
             account.settle(now)
@@ -219,9 +233,9 @@ class RolloutWorker:
                 )
                 for activity, spent in account.totals.items()
             )
-            account.totals.clear()  # each version has totals of its own: kept, they would grow with the run
-            self._channel.send(m.SlotTime(slot=slot, start=self._windows[slot], end=now, shares=shares))
-            self._windows[slot] = now
+            account.totals.clear()  # every version adds its own totals, which would grow with the run
+            self._channel.send(m.SlotTime(slot=slot, start=self._window_starts[slot], end=now, shares=shares))
+            self._window_starts[slot] = now
         self._channel.send(m.EngineStats(figures=dataclasses.asdict(self._engine.stats)))
 
     def _now(self) -> Nanoseconds:

@@ -1,18 +1,20 @@
 """Whether the OpenMP threads of a process spin or sleep while they wait for each other.
 
 On free cores, spinning is right: a step of a small model has hundreds of short parallel regions, and waking a thread
-for each of them costs as much as a second core brings. On cores that other processes want too, it is wrong: a thread
-that spins has used up its time when the one that it waits for is given a core, so each region takes a time slice.
+for each of them costs as much as a second core gains. On cores that other processes want too, it is wrong: a thread
+that spins has used up its time slice by the time the thread that it waits for gets a core, so each region takes a whole
+time slice.
 
-libgomp reads how long it spins when it is loaded, and has no call to change it. But it does not spin at all while it
-manages more threads than there are cores (`OMP_WAIT_POLICY=PASSIVE`). So a thread with a pool of its own, which sleeps,
-makes all others sleep when they wait, and its end lets them spin again. Results do not change: the number of threads
-that compute stays what it is.
+libgomp reads its spin count when it is loaded, and has no call to change it. But it does not spin at all while it
+manages more threads than there are cores (`OMP_WAIT_POLICY=PASSIVE`). So an extra thread with its own pool, which only
+sleeps, makes all other threads sleep while they wait; when it ends they spin again. Results do not change, since the
+number of threads that compute stays the same.
 
 Invariants:
-- contention is measured only while the threads spin, so what is compared does not depend on the state;
-- they spin again after a while to see whether the others are gone; the while doubles each time that they are not;
-- where something is missing (another OpenMP, no figures of the scheduler), threads wait as their environment says.
+- contention is measured only while the threads spin, so the measurements are comparable;
+- the threads spin again after a pause, to see whether the other processes are gone; the pause doubles each time that
+  they are not;
+- where something is missing (another OpenMP, no scheduler statistics), threads wait as their environment says.
 """
 
 from __future__ import annotations
@@ -30,31 +32,32 @@ import torch
 from dora_rl.core.cpu_cores import usable_cores
 
 _EVERY = 0.1
-"""Seconds between two looks: many time slices."""
+"""Seconds between two measurements: many time slices."""
 _CONTENDED = 0.15
-"""Share of the time of the threads that want to run in which they wait for a core. With one busy process beside two
-threads on two cores it is a quarter; on free cores, some hundredths."""
+"""Contended from this share of waiting for a core in the time that threads are runnable. With one busy process beside
+two threads on two cores it is a quarter; on free cores, a few hundredths."""
 _LEAST = 0.02
-"""Seconds of wanting to run from which on a look says something."""
+"""Seconds of runnable time that a measurement needs to be meaningful."""
 _PAUSE, _LONGEST = 0.5, 8.0
-"""Seconds of sleeping before the next try, at first and at most: a try costs a tenth of a second of slow progress."""
+"""Seconds of sleeping before the next attempt to spin, at first and at most: an attempt costs a tenth of a second of
+slow progress."""
 _TASKS = Path("/proc/self/task")
 
 
 class Times(NamedTuple):
-    """Seconds of all threads of this process so far."""
+    """Seconds that all threads of this process together have run and waited so far."""
 
     run: float
     waited: float
-    """For a core, ready to run."""
+    """Ready to run, but without a core."""
 
 
 def scheduled() -> Times | None:
-    """What the scheduler has counted; None where it does not."""
+    """The scheduler's statistics of this process; None where there are none."""
     run = waited = 0
     try:
         for task in _TASKS.iterdir():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
                 one, other, _ = (task / "schedstat").read_text().split()
                 run, waited = run + int(one), waited + int(other)
     except (OSError, ValueError):
@@ -63,17 +66,17 @@ def scheduled() -> Times | None:
 
 
 class Decision:
-    """When to spin and when to sleep; pure."""
+    """Decides when to spin and when to sleep; pure."""
 
     def __init__(self) -> None:
         self.spins = True
         self._pause = _PAUSE
         self._until = 0.0
         self._calm = 0.0
-        """When they last began to spin."""
+        """When the threads last began to spin."""
 
     def look(self, now: float, run: float, waited: float) -> bool:
-        """Whether to spin from `now` on, given the seconds since the last look."""
+        """Whether to spin from `now` on, given the seconds run and waited since the last call."""
         if not self.spins:
             if now >= self._until:
                 self.spins, self._calm = True, now
@@ -86,7 +89,7 @@ class Decision:
 
 
 class Sleepers:
-    """Enough sleeping OpenMP threads that the others do not spin, for as long as they are kept."""
+    """Enough sleeping OpenMP threads that the other threads do not spin, from `keep` to `release`."""
 
     def __init__(self) -> None:
         self._gomp = _libgomp()
@@ -97,7 +100,7 @@ class Sleepers:
         return self._gomp is not None
 
     def keep(self, threads: int) -> None:
-        """Beside so many that compute."""
+        """Start them beside this number of threads that compute."""
         if self._end is None and self._gomp is not None:
             self._end = threading.Event()
             size = max(2, len(os.sched_getaffinity(0)) - threads + 2)
@@ -110,11 +113,11 @@ class Sleepers:
 
 
 def watch() -> None:
-    """From now on, in a thread of its own."""
+    """Adapt spinning to contention from now on, in a daemon thread."""
     if os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE" and scheduled() is not None:
         sleepers = Sleepers()
         if sleepers.possible and usable_cores() > 1:
-            threading.Thread(target=_watch, args=(sleepers,), daemon=True, name="spinning").start()
+            threading.Thread(target=_watch, args=(sleepers,), daemon=True, name="thread-spinning").start()
 
 
 def _watch(sleepers: Sleepers) -> None:
@@ -122,7 +125,7 @@ def _watch(sleepers: Sleepers) -> None:
     while True:
         time.sleep(_EVERY)
         threads = torch.get_num_threads()
-        if threads == 1:  # waits for nobody
+        if threads == 1:  # a single thread never waits for another
             sleepers.release()
             continue
         after = scheduled()
@@ -136,13 +139,13 @@ def _watch(sleepers: Sleepers) -> None:
 
 
 def _sleep(gomp: ctypes.CDLL, size: int, end: threading.Event) -> None:
-    """The pool is made by a region that does nothing, and given up with this thread."""
+    """Make a pool by running an empty parallel region; the pool ends with this thread."""
     gomp.GOMP_parallel(ctypes.CDLL(None).time, None, ctypes.c_uint(size), ctypes.c_uint(0))
     end.wait()
 
 
 def _libgomp() -> ctypes.CDLL | None:
-    """The one that torch computes with; others may be loaded too."""
+    """The libgomp that torch computes with; other copies may be loaded too."""
     with contextlib.suppress(OSError, AttributeError):
         mapped = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
         found = [path for path in mapped if "libgomp" in Path(path).name]

@@ -1,15 +1,16 @@
-"""The trainer in a process of its own.
+"""The trainer worker: one rank of the trainer, in its own process.
 
-    Train, Apply, Publish -> trainer -> Accumulated, Trained, Published, Checkpointed
+    TrainGroups, Apply, Publish -> trainer -> Accumulated, Trained, Published, Checkpointed
 
-It starts when no other trainer of the run is alive anywhere, from the newest sound checkpoint. A damaged one is set
-aside and the one before it is taken; the groups since then come again.
+It starts once no other trainer of the run is alive anywhere, from the newest intact checkpoint. A damaged checkpoint is
+set aside and the one before it is used; the supervisor sends the groups since then again.
 """
 
 from __future__ import annotations
 
 import fcntl
-import sys
+import logging
+import time
 from pathlib import Path
 from typing import IO
 
@@ -27,28 +28,31 @@ from dora_rl.runtime.checkpoint_manifest import checkpoint_names, manifest
 from dora_rl.runtime.run_dir import RunDir, parse
 from dora_rl.runtime.transport import messages as m
 from dora_rl.runtime.transport.channel import Channel
-from dora_rl.runtime.workers import thread_spinning as spinning
-from dora_rl.runtime.workers.ranks import MessageBroadcast, NullChannel, gather
+from dora_rl.runtime.workers import thread_spinning
+from dora_rl.runtime.workers.ranks import MessageBroadcast, NullChannel, join
 from dora_rl.trainer import checkpoint
 from dora_rl.trainer.logprob_gap import explained_by_sampling
 from dora_rl.trainer.trainer import Trainer
 
-_IDLE = 5.0
+logger = logging.getLogger(__name__)
+
+_WAIT_SECONDS = 5.0
+"""For the next message, before the channel is checked again."""
 
 
 class TrainerWorker:
-    """The process."""
+    """Serves one rank of the trainer."""
 
     def __init__(self, start: m.StartWorker, channel: Channel[m.ToWorker], address: str) -> None:
         torch.set_num_threads(start.threads)
-        spinning.watch()
-        self._folder = RunDir.open(start.folder)
+        thread_spinning.watch()
+        self._run_dir = RunDir.open(start.folder)
         config = parse(start.config)
         self._config = config
         self._channel = channel
-        rank_group = gather(start, channel, config.model.device, address)
-        self._ears = MessageBroadcast(rank_group)
-        self._mouth: Channel[m.ToWorker] | NullChannel = channel if rank_group.rank == 0 else NullChannel()
+        rank_group = join(start, channel, config.model.device, address)
+        self._broadcast = MessageBroadcast(rank_group)
+        self._reports: Channel[m.ToWorker] | NullChannel = channel if rank_group.rank == 0 else NullChannel()
         torch.manual_seed(config.seed)
         loaded = load(config.model)
         self._tokenizer = loaded.tokenizer
@@ -57,61 +61,58 @@ class TrainerWorker:
         truncation = explained_by_sampling(sampling.top_p, sampling.top_k, sampling.min_p)
         self._trainer = Trainer(loaded.model, settings, rank_group=rank_group, truncation=truncation, seed=config.seed)
         self._trainer.routers.check_replay()
-        self._store = self._folder.store(config)
+        self._store = self._run_dir.store(config)
         if rank_group.rank == 0:
-            self._sole = _wait_to_be_sole(self._folder)
+            self._lock = _acquire_lock(self._run_dir)
             self._store.sweep()
-        self._due = False
-        """A checkpoint is to be written after the next publishing."""
-        self._saved: Version | None = None
-        """The version of the last checkpoint."""
-        self._stepped: m.StepMetrics | None = None
-        """Figures of the step that made this version; they are in its checkpoint too."""
+        self._checkpoint_due = False
+        """A checkpoint is written once the current version is published."""
+        self._checkpointed: Version | None = None
+        """The version of the newest checkpoint."""
+        self._last_step: m.StepMetrics | None = None
+        """Metrics of the step that made this version; the checkpoint has them too."""
         self._restore()
 
     def serve(self, messages: list[m.ToWorker]) -> None:
-        """Until told to stop, or alone."""
-        if self._saved is None:
-            self._checkpoint()  # so that a crash before the first step goes back to the same weights
+        """Serve until the supervisor says stop or is gone."""
+        if self._checkpointed is None:
+            self._checkpoint()  # a crash before the first step goes back to the same weights
         else:
-            self._report_checkpoint(checkpoint.latest(self._folder.checkpoints), restored=True)
-            if self._stepped is not None:
-                self._mouth.send(self._stepped)  # a supervisor that ended meanwhile may have lost these figures
-        self._tell(e.TrainerReady(version=self._trainer.version))
+            self._report_checkpoint(checkpoint.latest(self._run_dir.checkpoints), restored=True)
+            if self._last_step is not None:
+                self._reports.send(self._last_step)  # the supervisor may have ended before it stored them
+        self._report(e.TrainerReady(version=self._trainer.version))
         while True:
-            for message in self._ears.share(merged(messages)):
+            for message in self._broadcast.share(merged(messages)):
                 if isinstance(message, m.StopWorker):
                     return
-                self._hear(message)
-            if self._ears.alone:
-                messages = self._listen()
-            else:
-                messages = []
+                self._handle(message)
+            messages = self._receive() if self._broadcast.is_source else []
 
-    def _listen(self) -> list[m.ToWorker]:
-        """What the supervisor says next; a supervisor that is gone says stop."""
+    def _receive(self) -> list[m.ToWorker]:
+        """The next messages of the supervisor; if it is gone, `StopWorker`."""
         messages: list[m.ToWorker] = []
         while not messages:
             if self._channel.closed:
                 return [m.StopWorker()]
-            self._channel.wait(_IDLE)
+            self._channel.wait(_WAIT_SECONDS)
             messages = self._channel.receive()
         return messages
 
-    def _hear(self, message: m.ToWorker) -> None:
+    def _handle(self, message: m.ToWorker) -> None:
         match message:
             case m.TrainGroups():
                 self._trainer.accumulate(message.step, [group(one) for one in message.groups])
-                self._tell(e.Accumulated(step=message.step, attempt=message.attempt, groups=len(message.groups)))
+                self._report(e.Accumulated(step=message.step, attempt=message.attempt, groups=len(message.groups)))
             case m.RunCommand(command=c.Apply() as command):
                 report = self._trainer.apply(command.step)
-                self._stepped = m.StepMetrics(step=command.step, metrics=report.metrics)
-                self._mouth.send(self._stepped)
-                self._tell(e.Trained(step=command.step, attempt=command.attempt))
-                self._due = self._trainer.version % self._config.checkpoint.every == 0
+                self._last_step = m.StepMetrics(step=command.step, metrics=report.metrics)
+                self._reports.send(self._last_step)
+                self._report(e.Trained(step=command.step, attempt=command.attempt))
+                self._checkpoint_due = self._trainer.version % self._config.checkpoint.every == 0
             case m.RunCommand(command=c.Publish() as command):
                 fingerprint = self._publish(command.version)
-                self._tell(
+                self._report(
                     e.Published(
                         version=command.version,
                         attempt=command.attempt,
@@ -119,77 +120,83 @@ class TrainerWorker:
                         probe=self._probe_digest(command.version),
                     )
                 )
-                if self._due:
+                if self._checkpoint_due:
                     self._checkpoint()
             case m.SaveCheckpoint():
-                if self._saved != self._trainer.version:
+                if self._checkpointed != self._trainer.version:
                     self._checkpoint()
-                self._mouth.send(
-                    m.SaveDone(version=self._trainer.version, path=str(checkpoint.latest(self._folder.checkpoints)))
+                self._reports.send(
+                    m.SaveDone(version=self._trainer.version, path=str(checkpoint.latest(self._run_dir.checkpoints)))
                 )
             case m.SetThreads(count=count):
                 torch.set_num_threads(count)
             case _:
-                raise AssertionError(f"not for the trainer: {message}")
+                raise AssertionError(f"not a message for the trainer: {message}")
 
     def _publish(self, version: Version) -> str:
-        """A version that is asked for is known to nobody yet, even if a trainer that died had written it already."""
-        found, differs = "", False
+        """Publish a version. No instance knows it yet, even if a trainer that died had already written it."""
+        fingerprint, differs = "", False
+        begin = time.monotonic()
         try:
-            found = self._trainer.publish(version, self._store)
+            fingerprint = self._trainer.publish(version, self._store)
         except FingerprintError:
-            # Groups that streamed in another order give other last bits. Nobody can have loaded the former ones.
+            # Groups that arrived in another order give slightly other weights. No instance has loaded the old ones.
             self._store.retire(version)
             differs = True
-        # One rank writes, and all gather.
-        return self._trainer.publish(version, self._store) if self._trainer.rank_group.any(differs) else found
+        if self._trainer.rank_group.any(differs):  # one rank writes, but all ranks gather the weights
+            fingerprint = self._trainer.publish(version, self._store)
+        logger.info("published version %d in %.3f s", version, time.monotonic() - begin)
+        return fingerprint
 
     def _probe_digest(self, version: Version) -> str:
-        """Of what stands in the store: that is what slots are compared with."""
+        """Digest of the probe in the store, which is what slots are compared with."""
         if self._trainer.rank_group.rank:
-            return ""  # this rank says nothing
+            return ""  # only rank 0 reports
         probe = self._store.manifest(version).probe
         return "" if probe is None else probe.digest
 
     def _checkpoint(self) -> None:
-        self._due = False
-        folder, keep = self._folder.checkpoints, self._config.checkpoint.keep
-        last = None if self._stepped is None else msgspec.to_builtins(self._stepped)
-        path = checkpoint.save(folder, self._trainer, last_step=last, tokenizer=self._tokenizer, keep=keep)
-        self._saved = self._trainer.version
+        self._checkpoint_due = False
+        begin = time.monotonic()
+        directory, keep = self._run_dir.checkpoints, self._config.checkpoint.keep
+        last = None if self._last_step is None else msgspec.to_builtins(self._last_step)
+        path = checkpoint.save(directory, self._trainer, last_step=last, tokenizer=self._tokenizer, keep=keep)
+        self._checkpointed = self._trainer.version
+        logger.info("wrote checkpoint %s in %.3f s", path.name, time.monotonic() - begin)
         self._report_checkpoint(path)
-        # What is told is the oldest that may be gone back to.
-        self._tell(e.Checkpointed(version=checkpoint.versions(folder)[0]))
+        # The event has the oldest version that the run may have to go back to.
+        self._report(e.Checkpointed(version=checkpoint.versions(directory)[0]))
 
     def _report_checkpoint(self, path: Path | None, *, restored: bool = False) -> None:
-        """One that was restored is reported too: the trainer that wrote it may have ended before it could."""
-        if path is not None and self._ears.alone:
-            kept = tuple(checkpoint_names(self._folder.checkpoints))
-            self._mouth.send(m.CheckpointWritten(name=path.name, files=manifest(path), kept=kept, restored=restored))
+        """Report a checkpoint; a restored one too, since the trainer that wrote it may have ended before it could."""
+        if path is not None and self._broadcast.is_source:
+            kept = tuple(checkpoint_names(self._run_dir.checkpoints))
+            self._reports.send(m.CheckpointWritten(name=path.name, files=manifest(path), kept=kept, restored=restored))
 
     def _restore(self) -> None:
-        while (path := checkpoint.latest(self._folder.checkpoints)) is not None:
+        while (path := checkpoint.latest(self._run_dir.checkpoints)) is not None:
             try:
                 restored = checkpoint.restore(path, self._trainer)
-                self._saved = restored.version
+                self._checkpointed = restored.version
+                logger.info("restored checkpoint %s", path.name)
                 if restored.last_step is not None:
-                    self._stepped = msgspec.convert(restored.last_step, m.StepMetrics)
+                    self._last_step = msgspec.convert(restored.last_step, m.StepMetrics)
                 return
             except CheckpointError as error:
-                self._trainer.rank_group.barrier()  # all ranks have read it, and found the same
+                self._trainer.rank_group.barrier()  # all ranks have read it and found the same damage
                 if self._trainer.rank_group.rank == 0:
                     _set_aside(path)
                 self._trainer.rank_group.barrier()
-                print(f"{error}; going back to the checkpoint before it", file=sys.stderr)  # noqa: T201
-        if self._folder.checkpoints.is_dir() and any(self._folder.checkpoints.glob(f"{checkpoint.DAMAGED}*")):
-            raise CheckpointError(f"no checkpoint in {self._folder.checkpoints} can be read any more")
+                logger.warning("%s; going back to the checkpoint before it", error)
+        if self._run_dir.checkpoints.is_dir() and any(self._run_dir.checkpoints.glob(f"{checkpoint.DAMAGED}*")):
+            raise CheckpointError(f"no checkpoint in {self._run_dir.checkpoints} can be read any more")
 
-    def _tell(self, event: e.AnyEvent) -> None:
-        self._mouth.send(m.Report(events=(event,)))
+    def _report(self, event: e.AnyEvent) -> None:
+        self._reports.send(m.Report(events=(event,)))
 
 
 def merged(messages: list[m.ToWorker]) -> list[m.ToWorker]:
-    """Groups that came while the trainer was busy, as one call: larger passes cost less a token."""
+    """Join groups that arrived while the trainer was busy: larger forward passes cost less per token."""
     result: list[m.ToWorker] = []
     for message in messages:
         last = result[-1] if result else None
@@ -235,9 +242,9 @@ def _trajectory(sent: m.TrainedTrajectory) -> Trajectory:
     )
 
 
-def _wait_to_be_sole(folder: RunDir) -> IO[str]:
-    """Two trainers must not write to one folder. The lock is let go of with the process that has it."""
-    file = folder.trainer_lock.open("w")
+def _acquire_lock(run_dir: RunDir) -> IO[str]:
+    """Wait for the trainer lock: two trainers must not write to one run. The lock ends with the process."""
+    file = run_dir.trainer_lock.open("w")
     fcntl.flock(file, fcntl.LOCK_EX)
     return file
 

@@ -1,18 +1,19 @@
-"""A Ray cluster as the host of a run's processes: an actor each, in a placement group each.
+"""The backend for a Ray cluster: each worker is an actor in its own placement group.
 
 Invariants:
-- an actor is never restarted by Ray: the supervisor does that, under a name of its own for each life;
-- a place keeps its placement group over its lives; if its node is lost, Ray finds another for it, and until then the
-  process waits for room, which is no failure;
-- the groups of a supervisor that was killed go when the next one begins: Ray keeps them, and what they hold, until
-  whoever started the supervisor ends as well;
-- a process that could not be ended, since its node can't be reached, is heard by nobody; a trainer among them can't
-  write beside the next one, which waits for the lock on the run's folder.
+- Ray never restarts an actor: the supervisor does, under a name that is unique per restart;
+- a worker keeps its placement group over restarts; if its node is lost, Ray finds another one, and until then the
+  worker is pending, which is not a failure;
+- the placement groups of a supervisor that was killed are removed when the next one starts: Ray keeps them, and what
+  they reserve, until the process that started the supervisor ends too;
+- a worker that could not be killed, since its node can't be reached, can't reach the run either; if it is a trainer, it
+  can't write beside the next one, which waits for the trainer lock of the run directory.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -36,15 +37,17 @@ from dora_rl.core.types import Version
 from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.launch.machine import Machine
 from dora_rl.runtime.launch.ray.config import NeedConfig
-from dora_rl.runtime.launch.ray.nodes import cores_of, room
+from dora_rl.runtime.launch.ray.nodes import capacity, cores_of
 from dora_rl.runtime.launch.ray.object_store import ObjectStore
 from dora_rl.runtime.launch.ray.rendezvous import LOOPBACK, Hello, Rendezvous, this_kernel
 from dora_rl.runtime.launch.ray.worker_actor import WorkerActor
 from dora_rl.runtime.run_dir import RunDir
 
+logger = logging.getLogger(__name__)
+
 
 class RayProcess:
-    """One process, as the cluster knows it."""
+    """One worker process on the cluster."""
 
     def __init__(self, actor: Any, served: Any, group: Any, kernel: str, forget: Callable[[], None]) -> None:
         self._actor = actor
@@ -57,7 +60,7 @@ class RayProcess:
         self.node = ""
 
     def connected(self, hello: Hello, link: socket.socket) -> None:
-        """It has come up."""
+        """Take over the connection of the worker."""
         self.node = hello.node
         self._pid = hello.pid if hello.kernel == self._kernel else None
         self.link = link
@@ -75,7 +78,7 @@ class RayProcess:
         try:
             ray.get(self._served)
         except ray.exceptions.RayError as error:
-            return f"Ray says: {str(error).splitlines()[0]}"
+            return f"Ray reports: {str(error).splitlines()[0]}"
         return "its process ended"
 
     def kill(self) -> None:
@@ -89,31 +92,31 @@ class RayProcess:
 def _kill(pid: int) -> bool:
     try:
         os.kill(pid, signal.SIGKILL)
-    except OSError:  # it is gone, or another user's, which is left to Ray
+    except OSError:  # it is gone, or belongs to another user and is left to Ray
         return False
     return True
 
 
 class RayBackend:
-    """The cluster."""
+    """Starts workers on the nodes of a Ray cluster."""
 
-    def __init__(self, folder: RunDir, config: RunConfig, shelf: ObjectStore, supervisor: Any) -> None:
-        self._folder = folder
+    def __init__(self, run_dir: RunDir, config: RunConfig, object_store: ObjectStore, supervisor: Any) -> None:
+        self._run_dir = run_dir
         self._run = config
         self._config = config.ray
-        self._shelf = shelf
+        self._object_store = object_store
         self._supervisor = supervisor
         self._kernel = this_kernel()
         self._node: str = ray.get_runtime_context().get_node_id()
         self._here: str = ray.util.get_node_ip_address()
         self._groups: dict[str, Any] = {}
-        self._mine = f"dora-rl:{folder.path.resolve()}:"
-        self._life = uuid4().hex
-        self._hosted: dict[str, RayProcess] = {}
+        self._prefix = f"dora-rl:{run_dir.path.resolve()}:"
+        self._session = uuid4().hex
+        self._connecting: dict[str, RayProcess] = {}
         self._wake: Callable[[], None] = lambda: None
         self._cores: dict[str, int] = {}
-        """Of each node: what it gives to Ray, or what it has, if that is less."""
-        self._door = Rendezvous(self._let_in)
+        """Of each node: the cores that it gives to Ray, or that it has, if those are fewer."""
+        self._rendezvous = Rendezvous(self._connected)
         self._clear()
 
     def on_connect(self, wake: Callable[[], None]) -> None:
@@ -131,24 +134,29 @@ class RayBackend:
             "max_task_retries": 0,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
         }
-        log = str(self._folder.logs.resolve() / f"{worker_id}.log")
-        actor = ray.remote(WorkerActor).options(**options).remote(self._supervisor, role, self._door.expect(name), log)
+        log = str(self._run_dir.logs.resolve() / f"{worker_id}.log")
+        actor = (
+            ray.remote(WorkerActor)
+            .options(**options)
+            .remote(self._supervisor, role, self._rendezvous.expect(name), log)
+        )
         served = actor.serve.remote()
-        self._hosted[name] = hosted = RayProcess(actor, served, group, self._kernel, lambda: self._forget(name))
-        return hosted
+        process = RayProcess(actor, served, group, self._kernel, lambda: self._forget(name))
+        self._connecting[name] = process
+        logger.info("started %s worker %s as an actor", role, name)
+        return process
 
     def cores(self, node: str) -> int:
         return self._cores.get(node, 1)
 
     def capacity(self) -> int | None:
-        """How many instances the cluster has room for, if it is to be filled."""
-        return room(self._run, self._node) if self._config.instances == "all" else None
+        return capacity(self._run, self._node) if self._config.instances == "all" else None
 
     def version_retired(self, version: Version) -> None:
-        self._shelf.retired(version)
+        self._object_store.version_retired(version)
 
     def discard_kv(self, name: str) -> None:
-        self._shelf.take(name)
+        self._object_store.take_bundle(name)
 
     def release(self, worker_id: str) -> None:
         group = self._groups.pop(worker_id, None)
@@ -156,49 +164,50 @@ class RayBackend:
             remove_placement_group(group)
 
     def close(self) -> None:
-        self._door.close()
+        self._rendezvous.close()
         for worker_id in list(self._groups):
             self.release(worker_id)
 
-    def door(self, address: str) -> tuple[str, int]:
-        """Where a process of this node of the cluster knocks."""
+    def rendezvous_address(self, address: str) -> tuple[str, int]:
+        """Where a worker on the node of this address connects."""
         here = LOOPBACK if address in (self._here, LOOPBACK) else self._here
-        return here, self._door.listen(here)
+        return here, self._rendezvous.listen(here)
 
     def _group(self, role: str, worker_id: str, need: NeedConfig) -> Any:
         if worker_id not in self._groups:
             pinned = role == "trainer" and not self._config.shared_folder
             where = {"bundle_label_selector": [{"ray.io/node-id": self._node}]} if pinned else {}
-            name = f"{self._mine}{worker_id}:{self._life}"
+            name = f"{self._prefix}{worker_id}:{self._session}"
             self._groups[worker_id] = placement_group([need.bundle()], strategy="PACK", name=name, **where)
         return self._groups[worker_id]
 
     def _clear(self) -> None:
-        """Remove what an earlier supervisor of this run has left."""
+        """Remove the placement groups that an earlier supervisor of this run has left."""
         for one in placement_group_table().values():
-            if one["name"].startswith(self._mine) and one["state"] != "REMOVED":
-                with contextlib.suppress(ValueError):  # of another session, which Ray clears
+            if one["name"].startswith(self._prefix) and one["state"] != "REMOVED":
+                with contextlib.suppress(ValueError):  # it is of another Ray session, and Ray removes it
                     remove_placement_group(get_placement_group(one["name"]))
 
     def _forget(self, name: str) -> None:
-        """Whoever comes under this name from now on comes too late."""
-        self._door.forget(name)
-        self._hosted.pop(name, None)
+        """Refuse the worker of this name from now on."""
+        self._rendezvous.forget(name)
+        self._connecting.pop(name, None)
 
-    def _let_in(self, name: str, hello: Hello, link: socket.socket) -> None:
-        hosted = self._hosted.pop(name, None)
-        if hosted is None:
+    def _connected(self, name: str, hello: Hello, link: socket.socket) -> None:
+        process = self._connecting.pop(name, None)
+        if process is None:
             link.close()
             return
         if hello.node not in self._cores:
             self._cores[hello.node] = min(hello.cores, cores_of(hello.node))
-        hosted.connected(hello, link)
+        process.connected(hello, link)
+        logger.info("worker %s connected from node %s: pid %d", name, hello.node, hello.pid)
         self._wake()
 
 
 @dataclass(frozen=True, kw_only=True)
 class RayMachine(Machine):
-    """A cluster, as the machine of a run."""
+    """The machine of a run on a cluster: workers come from the cluster, everything else from this machine."""
 
     cluster: RayBackend
 

@@ -10,46 +10,46 @@ from dora_rl.core.config import Config
 
 
 class NeedConfig(Config):
-    """What one process takes of the cluster, in Ray's words."""
+    """The resources that one worker reserves, in Ray's terms."""
 
     num_cpus: float = Field(1.0, ge=0)
-    """Cores that it holds."""
+    """Cores."""
     num_gpus: float = Field(0.0, ge=0)
-    """GPUs that it holds; with `model.device = "cuda"` an instance or a trainer rank needs one."""
+    """GPUs; with `model.device = "cuda"` an instance or a trainer rank needs one."""
     resources: dict[str, float] = Field(default_factory=dict)
-    """Named resources, such as `{ rollout = 1 }`: only nodes that were started with them are taken."""
+    """Custom resources, such as `{ rollout = 1 }`: only nodes that were started with them are used."""
 
     def bundle(self) -> dict[str, float]:
-        """As a bundle of a placement group, which can't be empty."""
+        """The bundle of a placement group, which can't be empty."""
         needs = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
         return {name: amount for name, amount in needs.items() if amount} or {"CPU": 0.001}
 
 
 _REWARD: dict[str, Any] = {"num_cpus": 0.5}
-"""Judges mostly wait for completions, so two share a core."""
+"""Reward workers mostly wait for responses, so two share a core."""
 
 
 class RayConfig(Config):
-    """The cluster."""
+    """The Ray cluster of a run."""
 
     address: str = ""
-    """Of a cluster that runs: `auto` for the one that this machine belongs to, or `HOST:PORT`. Empty: begin one of
-    this machine alone, for as long as the run lasts."""
+    """Address of a running cluster: `auto` for the one that this machine belongs to, or `HOST:PORT`. If empty, a
+    cluster of this machine alone is started for the duration of the run."""
     instances: Literal["all"] | None = None
-    """`all`: as many instances as the cluster has room for, also when nodes come and go. Otherwise it is
-    `rollout.instances`, and those that find no room wait for it."""
+    """`all` starts as many instances as the cluster has resources for, also when nodes join or leave. If unset, the
+    number is `rollout.instances`, and instances without resources wait for them."""
     instance: NeedConfig = NeedConfig()
-    """Each instance, and the evaluator."""
+    """Resources of each instance, and of the evaluator."""
     trainer: NeedConfig = NeedConfig()
-    """Each rank of the trainer."""
+    """Resources of each rank of the trainer."""
     reward: NeedConfig = NeedConfig(**_REWARD)
-    """Each process that judges."""
+    """Resources of each reward worker."""
     shared_folder: bool = False
-    """The run's folder is on a file system that every node has: the trainer may be on any node. Otherwise it is on the
-    node of the supervisor, which is the one where the command was given."""
+    """The run directory is on a file system that all nodes share, so the trainer may be on any node. Otherwise the
+    trainer is on the supervisor's node, which is the one where the command was started."""
 
     @field_validator("reward", mode="before")
     @classmethod
     def _keep_defaults(cls, given: Any) -> Any:
-        """One key that is set does not change the others."""
+        """Setting one key does not change the defaults of the others."""
         return {**_REWARD, **given} if isinstance(given, dict) else given

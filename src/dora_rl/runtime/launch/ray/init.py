@@ -1,4 +1,4 @@
-"""From the command's side: reach or begin a cluster, and begin a run's supervisor in it."""
+"""The side of the command: connects to a cluster or starts one, and starts the supervisor of a run in it."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from dora_rl.runtime.config import RunConfig
     from dora_rl.runtime.run_dir import RunDir
 
-INSTALL = "the Ray runtime needs Ray: pip install 'dora-rl[ray]'"
+INSTALL = "the Ray runtime requires Ray: pip install 'dora-rl[ray]'"
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # Ray makes its workers the nicest there are; the run's processes sort that out among themselves.
+    # Ray gives its workers a high niceness; the workers of a run set their own.
     "RAY_worker_niceness": "0",
 }
 _CALLS = 32
-"""Calls of other actors that the supervisor answers at a time, beside the run itself."""
+"""Calls of other actors that the supervisor serves at a time, in addition to the run itself."""
 
 
 def need_ray() -> Any:
-    """Ray, quiet; a missing extra is a user's matter."""
+    """Ray, with its messages turned off; a missing package is a `UserError`."""
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     try:
@@ -40,7 +40,7 @@ def need_ray() -> Any:
 
 @contextlib.contextmanager
 def cluster(config: RunConfig) -> Iterator[None]:
-    """Be connected to the run's cluster; one that is begun here ends here."""
+    """Connect to the cluster of the run; a cluster that is started here is stopped at the end."""
     ray = need_ray()
     if ray.is_initialized():
         yield
@@ -57,15 +57,17 @@ def cluster(config: RunConfig) -> Iterator[None]:
     try:
         ray.init(**settings)
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise UserError(f"there is no Ray cluster at '{config.ray.address}': {str(error).splitlines()[0]}") from error
+        raise UserError(
+            f"cannot connect to a Ray cluster at '{config.ray.address}': {str(error).splitlines()[0]}"
+        ) from error
     try:
         yield
     finally:
         ray.shutdown()
 
 
-def begin(folder: RunDir, bound: int | None = None, kind: type | None = None) -> Any:
-    """The actor that supervises a run, on this node, which has the run's folder."""
+def start_supervisor(run_dir: RunDir, bound: int | None = None, kind: type | None = None) -> Any:
+    """Start the supervisor actor of a run on this node, which has the run directory."""
     ray = need_ray()
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -78,12 +80,12 @@ def begin(folder: RunDir, bound: int | None = None, kind: type | None = None) ->
         "max_concurrency": _CALLS,
         "scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=False),
     }
-    return ray.remote(kind or SupervisorActor).options(**options).remote(str(Path(folder.path).resolve()), bound)
+    return ray.remote(kind or SupervisorActor).options(**options).remote(str(Path(run_dir.path).resolve()), bound)
 
 
 def _cpus(config: RunConfig) -> int:
-    """That the run's processes need together, where they share one machine."""
+    """CPUs that all workers of the run need together, if they share one machine."""
     ray, rollout = config.ray, config.rollout.instances + (config.evaluation.every > 0)
-    trainer, judges = config.trainer.ranks * ray.trainer.num_cpus, config.reward.workers * ray.reward.num_cpus
-    needed = trainer + rollout * ray.instance.num_cpus + judges
+    trainer, reward = config.trainer.ranks * ray.trainer.num_cpus, config.reward.workers * ray.reward.num_cpus
+    needed = trainer + rollout * ray.instance.num_cpus + reward
     return int(needed + 0.999)

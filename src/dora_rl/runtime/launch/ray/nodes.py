@@ -1,4 +1,4 @@
-"""What the cluster has: nodes, their cores, and room for instances."""
+"""What the cluster has: nodes, their cores, and capacity for instances."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def cores_of(node: str) -> int:
     return max(1, int(nodes().get(node, {}).get("CPU", 1)))
 
 
-def room(config: RunConfig, supervisor: str) -> int:
-    """How many instances fit onto the nodes beside the trainer and the evaluator; one too many would wait for room."""
+def capacity(config: RunConfig, supervisor: str) -> int:
+    """How many instances fit onto the nodes beside the trainer and the evaluator; any more would stay pending."""
     need, rank = config.ray.instance.bundle(), config.ray.trainer.bundle()
     left = nodes()
     for _ in range(config.trainer.ranks):
@@ -31,11 +31,11 @@ def room(config: RunConfig, supervisor: str) -> int:
             for node, has in left.items()
             if _fit(has, rank) and (node == supervisor or config.ray.shared_folder)
         }
-        if costs:  # which of them Ray will choose is not known: say the dearest
-            dearest = max(costs, key=costs.__getitem__)
-            left[dearest] = _without(left[dearest], rank)
-    found = sum(_fit(has, need) for has in left.values())
-    return found - 1 if config.evaluation.every and found > 1 else found
+        if costs:  # it is not known which node Ray will choose: assume the one that costs most instances
+            costliest = max(costs, key=costs.__getitem__)
+            left[costliest] = _without(left[costliest], rank)
+    count = sum(_fit(has, need) for has in left.values())
+    return count - 1 if config.evaluation.every and count > 1 else count
 
 
 def _fit(has: Mapping[str, float], need: Mapping[str, float]) -> int:

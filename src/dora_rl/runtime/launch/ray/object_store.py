@@ -1,15 +1,16 @@
-"""What instances of all nodes share through Ray's object store: published versions and moved requests.
+"""What the instances of all nodes share through Ray's object store: published versions and KV bundles.
 
 Invariants:
-- a version is put into the object store once, by the supervisor, so it outlives the trainer that made it; each node
-  receives it once and its instances map it;
-- the supervisor holds a version until it is retired, and a moved request until it is fetched or given up; whoever maps
-  it holds it as well;
-- an object that is lost with its node is a typed error of whoever wants it.
+- the supervisor puts each version into the object store once, so it outlives the trainer that made it; each node
+  receives it once, and the instances of the node map it;
+- the supervisor holds a version until it is retired, and a KV bundle until it is fetched or discarded; a process that
+  maps one holds it too;
+- an object that is lost with its node raises a typed error in the process that asks for it.
 """
 
 from __future__ import annotations
 
+import logging
 import mmap
 import threading
 from collections.abc import Iterable
@@ -23,7 +24,7 @@ from dora_rl.core.errors import BundleError, StoreError
 from dora_rl.core.types import TrajectoryId, Version
 
 if TYPE_CHECKING:
-    # Only for types: a judge need not wait for torch.
+    # Only for types: a reward worker need not wait until torch is imported.
     from dora_rl.engine.interface import KvMigration
     from dora_rl.engine.kv_transfer.format import KvBundle
     from dora_rl.runtime.config import RunConfig
@@ -31,12 +32,14 @@ if TYPE_CHECKING:
     from dora_rl.weights.buffer import WeightBuffer
     from dora_rl.weights.store import WeightStore
 
-_PATIENCE = 60.0
-"""Seconds for an object to come from another node."""
+logger = logging.getLogger(__name__)
+
+_FETCH_SECONDS = 60.0
+"""Time for an object to arrive from another node."""
 
 
 class ObjectStore:
-    """The supervisor's end; all methods may be called from any thread."""
+    """The supervisor's side; all methods may be called from any thread."""
 
     def __init__(self, store: WeightStore) -> None:
         self._store = store
@@ -44,33 +47,36 @@ class ObjectStore:
         self._bundles: dict[str, Any] = {}
         self._lock = threading.Lock()
 
-    def find(self, version: Version) -> list[Any]:
-        """The reference to a version, if there is such a version."""
+    def find_version(self, version: Version) -> list[Any]:
+        """The reference to a version; empty if there is no such version."""
         with self._lock:
             if version not in self._versions:
                 try:
-                    self._versions[version] = ray.put(_mapped(self._store, version))
+                    data = _mapped(self._store, version)
                 except FileNotFoundError:
                     return []
+                self._versions[version] = ray.put(data)
+                logger.info("put version %d into the object store, %d bytes", version, data.nbytes)
             return [self._versions[version]]
 
-    def retired(self, version: Version) -> None:
+    def version_retired(self, version: Version) -> None:
         with self._lock:
             self._versions.pop(version, None)
 
-    def keep(self, name: str, bundle: Any) -> None:
+    def hold_bundle(self, name: str, bundle: Any) -> None:
+        """Hold the reference to a KV bundle until it is taken."""
         with self._lock:
             self._bundles[name] = bundle
 
-    def take(self, name: str) -> list[Any]:
-        """The reference to a bundle; it is here no more then."""
+    def take_bundle(self, name: str) -> list[Any]:
+        """The reference to a KV bundle, which is not held here any more; empty if there is no such bundle."""
         with self._lock:
             bundle = self._bundles.pop(name, None)
         return [] if bundle is None else [bundle]
 
 
 class RayDataPlane:
-    """An instance's end; `supervisor` is the actor that has the shelf."""
+    """An instance's side; `supervisor` is the actor that has the `ObjectStore`."""
 
     def __init__(self, supervisor: Any) -> None:
         self._supervisor = supervisor
@@ -87,33 +93,37 @@ class RayDataPlane:
         from dora_rl.weights.buffer import WeightBuffer
 
         try:
-            found = ray.get(self._supervisor.find.remote(version), timeout=_PATIENCE)
+            found = ray.get(self._supervisor.find_version.remote(version), timeout=_FETCH_SECONDS)
             if not found:
                 raise StoreError(f"version {version} is not there")
-            return WeightBuffer(version, ray.get(found[0], timeout=_PATIENCE))
+            return WeightBuffer(version, ray.get(found[0], timeout=_FETCH_SECONDS))
         except ray.exceptions.RayError as error:
-            raise StoreError(f"version {version} did not come: {error}") from error
+            raise StoreError(f"version {version} did not arrive: {error}") from error
 
     def export(self, engine: KvMigration, trajectories: Iterable[TrajectoryId]) -> str:
-        """Requests leave as bytes, with digests over their KV."""
+        """Requests leave as bytes, with digests that cover their KV."""
         name = f"bundle-{uuid4().hex}"
         data = np.frombuffer(engine.export(trajectories, shared=False).to_bytes(), dtype=np.uint8)
+        logger.info("exported KV bundle %s, %d bytes", name, data.nbytes)
         try:
-            ray.get(self._supervisor.keep.remote(name, [ray.put(data)]), timeout=_PATIENCE)
-        except ray.exceptions.RayError:
-            return name  # whoever fetches it will not find it, and its requests go on from their tokens
+            ray.get(self._supervisor.hold_bundle.remote(name, [ray.put(data)]), timeout=_FETCH_SECONDS)
+        except ray.exceptions.RayError as error:
+            # The importer will not find the bundle, and its requests are resumed from their tokens.
+            logger.warning("KV bundle %s is lost: %s", name, error)
         return name
 
     def fetch(self, name: str) -> KvBundle:
         from dora_rl.engine.kv_transfer.format import KvBundle
 
         try:
-            found = ray.get(self._supervisor.take.remote(name), timeout=_PATIENCE)
+            found = ray.get(self._supervisor.take_bundle.remote(name), timeout=_FETCH_SECONDS)
             if not found:
                 raise BundleError(f"the bundle '{name}' is gone")
-            return KvBundle.from_bytes(memoryview(ray.get(found[0], timeout=_PATIENCE)))
+            data = memoryview(ray.get(found[0], timeout=_FETCH_SECONDS))
         except ray.exceptions.RayError as error:
             raise BundleError(f"the bundle '{name}' is lost: {error}") from error
+        logger.info("importing KV bundle %s, %d bytes", name, data.nbytes)
+        return KvBundle.from_bytes(data)
 
 
 def _mapped(store: WeightStore, version: Version) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -1,13 +1,13 @@
-"""Where processes of other machines connect to their supervisor.
+"""Where workers on other machines connect to their supervisor.
 
-    process --Hello--> supervisor --Welcome--> process, then the frames of `runtime.transport.channel`
+    worker --Hello--> supervisor --Welcome--> worker, then the frames of `runtime.transport.channel`
 
 Invariants:
-- nobody gets past the door without the token that was made for the one process; tokens are compared in constant time
-  and each opens the door once;
-- it listens on the loopback of this machine, and on the machine's address in the cluster only once a process of
+- a connection is accepted only with the token that was made for that one worker; tokens are compared in constant time,
+  and each is valid once;
+- the supervisor listens on the loopback address, and on the machine's address in the cluster only once a worker of
   another machine has asked for it;
-- whoever knocks and says nothing costs a thread for a few seconds, and at most so many at a time.
+- a connection that sends nothing costs a thread for a few seconds, and the number of such connections is limited.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import logging
 import os
 import secrets
 import socket
@@ -30,65 +31,68 @@ from dora_rl.core.cpu_cores import usable_cores
 from dora_rl.core.errors import RunError
 from dora_rl.core.types import Nanoseconds, Record
 
+logger = logging.getLogger(__name__)
+
 LOOPBACK = "127.0.0.1"
 _HEAD = struct.Struct("<I")
 _LARGEST = 4096
-_PATIENCE = 10.0
-"""Seconds for either side of the greeting."""
-_GUESTS = 64
+_HANDSHAKE_SECONDS = 10.0
+"""Time for either side of the handshake."""
+_MAX_HANDSHAKES = 64
 
 
 class Hello(Record, frozen=True, kw_only=True):
-    """Who knocks."""
+    """Sent by a worker that connects."""
 
     token: bytes
     pid: int
     kernel: str
-    """Of which machine: process ids mean something only to those of the same one."""
+    """Names the worker's kernel: process ids are valid only within one."""
     node: str
-    """Of the cluster."""
+    """Ray's id of the worker's node."""
     cores: int
-    """That this process may use."""
+    """Cores that the worker may use."""
 
 
 class Welcome(Record, frozen=True, kw_only=True):
-    """Come in."""
+    """The supervisor's answer to a valid token."""
 
     clock: Nanoseconds
-    """What the monotonic clock of the supervisor's machine says."""
+    """The monotonic clock of the supervisor's machine."""
     kernel: str
 
 
 def this_kernel() -> str:
-    """Names the kernel and the space of process ids that this process is in."""
-    parts = [socket.gethostname()]
+    """Names the kernel and the process id namespace of this process."""
+    names = [socket.gethostname()]
     with contextlib.suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text())
-        parts.append(str(Path("/proc/self/ns/pid").readlink()))
-    return hashlib.blake2b("|".join(parts).encode(), digest_size=16).hexdigest()
+        names.append(Path("/proc/sys/kernel/random/boot_id").read_text())
+        names.append(str(Path("/proc/self/ns/pid").readlink()))
+    return hashlib.blake2b("|".join(names).encode(), digest_size=16).hexdigest()
 
 
 class Rendezvous:
-    """The supervisor's end."""
+    """The supervisor's side; `on_connect` is called from a thread with the worker's name, its `Hello` and the link."""
 
-    def __init__(self, let_in: Callable[[str, Hello, socket.socket], None]) -> None:
-        self._let_in = let_in
-        self._expected: dict[str, bytes] = {}
+    def __init__(self, on_connect: Callable[[str, Hello, socket.socket], None]) -> None:
+        self._on_connect = on_connect
+        self._tokens: dict[str, bytes] = {}
         self._lock = threading.Lock()
-        self._guests = threading.Semaphore(_GUESTS)
+        self._handshakes = threading.Semaphore(_MAX_HANDSHAKES)
         self._listeners: dict[str, socket.socket] = {}
         self.listen(LOOPBACK)
 
     def expect(self, name: str) -> bytes:
-        """A token that opens the door once, for the process of this name."""
+        """Make a token that lets the worker of this name connect once."""
         token = secrets.token_bytes(32)
         with self._lock:
-            self._expected[name] = token
+            self._tokens[name] = token
         return token
 
     def forget(self, name: str) -> None:
+        """Revoke the token of a worker."""
         with self._lock:
-            self._expected.pop(name, None)
+            self._tokens.pop(name, None)
 
     def listen(self, address: str) -> int:
         """The port at an address of this machine."""
@@ -96,7 +100,9 @@ class Rendezvous:
             if address not in self._listeners:
                 listener = socket.create_server((address, 0), backlog=128)
                 self._listeners[address] = listener
-                threading.Thread(target=self._serve, args=(listener,), daemon=True, name=f"door {address}").start()
+                name = f"rendezvous {address}"
+                threading.Thread(target=self._accept, args=(listener,), daemon=True, name=name).start()
+                logger.info("listening for workers on %s:%d", *listener.getsockname()[:2])
             return int(self._listeners[address].getsockname()[1])
 
     def close(self) -> None:
@@ -105,55 +111,59 @@ class Rendezvous:
                 listener.shutdown(socket.SHUT_RDWR)
             listener.close()
 
-    def _serve(self, listener: socket.socket) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         while True:
             try:
                 link, _ = listener.accept()
             except OSError:
                 return
-            if self._guests.acquire(blocking=False):
-                threading.Thread(target=self._greet, args=(link,), daemon=True).start()
+            if self._handshakes.acquire(blocking=False):
+                threading.Thread(target=self._handshake, args=(link,), daemon=True).start()
             else:
+                logger.warning("refused a connection: %d handshakes are under way", _MAX_HANDSHAKES)
                 link.close()
 
-    def _greet(self, link: socket.socket) -> None:
+    def _handshake(self, link: socket.socket) -> None:
         try:
-            prepare(link)
+            configure_link(link)
             hello = msgspec.msgpack.decode(_receive(link), type=Hello)
-            name = self._whose(hello.token)
+            name = self._redeem(hello.token)
             if name is None:
+                logger.warning("refused a connection without a valid token")
                 link.close()
                 return
             _send(link, Welcome(clock=time.monotonic_ns(), kernel=this_kernel()))
-            self._let_in(name, hello, link)
-        except (OSError, ValueError, msgspec.DecodeError):
+            self._on_connect(name, hello, link)
+        except (OSError, ValueError, msgspec.DecodeError) as error:
+            logger.warning("a handshake failed: %s", error)
             link.close()
         finally:
-            self._guests.release()
+            self._handshakes.release()
 
-    def _whose(self, token: bytes) -> str | None:
+    def _redeem(self, token: bytes) -> str | None:
+        """The name of the worker whose token this is; the token is not valid any more."""
         with self._lock:
-            found = [name for name, one in self._expected.items() if hmac.compare_digest(one, token)]
-            return found[0] if found and self._expected.pop(found[0]) else None
+            names = [name for name, one in self._tokens.items() if hmac.compare_digest(one, token)]
+            return names[0] if names and self._tokens.pop(names[0]) else None
 
 
-def enter(address: str, port: int, token: bytes, node: str) -> tuple[socket.socket, Nanoseconds]:
-    """The process's end: a link, and how much later it is here by the machine's clock."""
-    link = socket.create_connection((address, port), timeout=_PATIENCE)
+def connect(address: str, port: int, token: bytes, node: str) -> tuple[socket.socket, Nanoseconds]:
+    """The worker's side: a link to the supervisor, and by how much the clock of this machine is ahead of its clock."""
+    link = socket.create_connection((address, port), timeout=_HANDSHAKE_SECONDS)
     kernel = this_kernel()
     try:
-        prepare(link)
+        configure_link(link)
         _send(link, Hello(token=token, pid=os.getpid(), kernel=kernel, node=node, cores=usable_cores()))
         welcome = msgspec.msgpack.decode(_receive(link), type=Welcome)
     except (OSError, ValueError, msgspec.DecodeError) as error:
         link.close()
-        raise RunError(f"the supervisor at {address}:{port} did not let this process in: {error}") from error
+        raise RunError(f"the supervisor at {address}:{port} did not accept this worker: {error}") from error
     return link, 0 if welcome.kernel == kernel else time.monotonic_ns() - welcome.clock
 
 
-def prepare(link: socket.socket) -> None:
-    """Small messages go at once; a machine that vanished is noticed by the system too."""
-    link.settimeout(_PATIENCE)
+def configure_link(link: socket.socket) -> None:
+    """Send small messages at once, and let the operating system notice a machine that has vanished."""
+    link.settimeout(_HANDSHAKE_SECONDS)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
@@ -166,7 +176,7 @@ def _send(link: socket.socket, record: Record) -> None:
 def _receive(link: socket.socket) -> bytes:
     (size,) = _HEAD.unpack(_exactly(link, _HEAD.size))
     if size > _LARGEST:
-        raise ValueError(f"a greeting of {size:,} bytes")
+        raise ValueError(f"a handshake message of {size:,} bytes is too large")
     return _exactly(link, size)
 
 
@@ -175,6 +185,6 @@ def _exactly(link: socket.socket, size: int) -> bytes:
     while len(data) < size:
         part = link.recv(size - len(data))
         if not part:
-            raise ValueError("the other side hung up")
+            raise ValueError("the other side closed the connection")
         data += part
     return data

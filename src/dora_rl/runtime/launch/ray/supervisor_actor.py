@@ -1,9 +1,9 @@
-"""The supervisor of a run in a Ray actor.
+"""The supervisor of a run as a Ray actor.
 
 Invariants:
-- all that it must not lose is in the ledger: an actor that is gone is replaced by resuming the run;
-- what ends a run is told as plain data, never raised through Ray;
-- it owns the other actors of the run, so they end with it;
+- everything that must not be lost is in the ledger: if the actor is gone, the run is resumed with a new one;
+- how a run ended is returned as plain data, never raised through Ray;
+- the actor owns the other actors of the run, so they end with it;
 - every actor that has a handle to it imports this module, so nothing heavy is imported until it is used.
 """
 
@@ -27,33 +27,33 @@ Ending = Literal["finished", "stopped", "user", "run", "integrity", "bug"]
 class SupervisorActor:
     """The actor."""
 
-    def __init__(self, folder: str, bound: int | None = None) -> None:
+    def __init__(self, run_dir: str, bound: int | None = None) -> None:
         import ray
 
         from dora_rl.runtime.launch.ray.backend import RayBackend
         from dora_rl.runtime.launch.ray.object_store import ObjectStore
         from dora_rl.runtime.run_dir import RunDir
 
-        self._folder = RunDir.open(folder)
+        self._run_dir = RunDir.open(run_dir)
         self._bound = bound
-        config = self._folder.read()
-        me = ray.get_runtime_context().current_actor
-        self._shelf = ObjectStore(self._folder.store(config))
-        self._host = RayBackend(self._folder, config, self._shelf, me)
+        config = self._run_dir.read()
+        this_actor = ray.get_runtime_context().current_actor
+        self._object_store = ObjectStore(self._run_dir.store(config))
+        self._backend = RayBackend(self._run_dir, config, self._object_store, this_actor)
         self._run: Run | None = None
         self._stopping = threading.Event()
-        self._said: list[str] = []
+        self._notices: list[str] = []
 
-    # -- for whoever started the run --------------------------------------------------------------------------
+    # -- for the process that started the run -----------------------------------------------------------------
 
     def go(self) -> tuple[Ending, str]:
-        """Carry the run to its end; how it ended, and what there is to say about it."""
+        """Drive the run to its end; returns how it ended, and the message about it."""
         from dora_rl.runtime.launch.ray.backend import RayMachine
         from dora_rl.runtime.supervisor.run import Run
 
         try:
-            machine = RayMachine(cluster=self._host)
-            run = self._run = Run(self._folder, notice=self.say, machine=machine, bound=self._bound)
+            machine = RayMachine(cluster=self._backend)
+            run = self._run = Run(self._run_dir, notice=self.notify, machine=machine, bound=self._bound)
             run.world.stopping = self._stopping.is_set()
             with self.watching(run) as watch:
                 run.go(watch)
@@ -67,40 +67,41 @@ class SupervisorActor:
         except BaseException:
             return "bug", traceback.format_exc()
         finally:
-            self._host.close()
+            self._backend.close()
 
     def stop(self) -> None:
-        """End, with everything kept."""
+        """End the run; everything is kept."""
         self._stopping.set()
         if self._run is not None:
             self._run.world.stopping = True
 
-    def said(self, after: int) -> list[str]:
-        """Sentences for people, but so many that are known already."""
-        return self._said[after:]
+    def notices(self, after: int) -> list[str]:
+        """Messages for the user, without the first `after` ones."""
+        return self._notices[after:]
 
-    def say(self, text: str) -> None:
-        self._said.append(text)
+    def notify(self, text: str) -> None:
+        """Add a message for the user."""
+        self._notices.append(text)
 
     @contextlib.contextmanager
     def watching(self, run: Run) -> Iterator[Callable[[], None]]:  # noqa: ARG002
-        """Somebody may look on."""
+        """A function to call after each event; a subclass may show the progress there."""
         yield lambda: None
 
-    # -- for the run's other actors ---------------------------------------------------------------------------
+    # -- for the other actors of the run ----------------------------------------------------------------------
 
-    def door(self, address: str) -> tuple[str, int]:
-        """Where a process of this address knocks."""
-        return self._host.door(address)
+    def rendezvous_address(self, address: str) -> tuple[str, int]:
+        """Where a worker of this address connects."""
+        return self._backend.rendezvous_address(address)
 
-    def find(self, version: Version) -> list[Any]:
-        """The reference to a version."""
-        return self._shelf.find(version)
+    def find_version(self, version: Version) -> list[Any]:
+        """The reference to a version; empty if there is no such version."""
+        return self._object_store.find_version(version)
 
-    def keep(self, name: str, bundle: list[Any]) -> None:
-        """Hold a bundle for whoever fetches it."""
-        self._shelf.keep(name, bundle[0])
+    def hold_bundle(self, name: str, bundle: list[Any]) -> None:
+        """Hold a KV bundle until it is taken."""
+        self._object_store.hold_bundle(name, bundle[0])
 
-    def take(self, name: str) -> list[Any]:
-        """The reference to a bundle."""
-        return self._shelf.take(name)
+    def take_bundle(self, name: str) -> list[Any]:
+        """The reference to a KV bundle; empty if there is no such bundle."""
+        return self._object_store.take_bundle(name)
