@@ -1,1 +1,1 @@
-"""Drives the orchestrator of production against models of hardware and workload, on a virtual clock."""
+"""Runs the production orchestrator against models of hardware and workload, on a virtual clock."""

@@ -1,9 +1,10 @@
-"""A runtime that does its worst: seeded schedules with faults at any point.
+"""A runtime that injects faults at any point of a seeded schedule.
 
-Instances, trainer, rewards and messages behave as the contract of `core.events` allows, in an order that `choose`
-picks: reports come late, twice and out of order; instances are lost during loads and moves, or fall silent; moves
-fail half-way; rewards fail or hang; the trainer dies at any moment. The number of faults is limited, and after that
-the schedule is fair, so a run that does not end has stalled. The engines are those of `sim.fake_engine`.
+Instances, trainer, rewards and messages do anything that the contract of `core.events` allows, in an order that
+`choose` picks: reports arrive late, twice and out of order; instances are lost during loads and moves, or stop
+reporting; moves fail half-way; rewards fail or hang; the trainer dies at any moment. The number of faults is limited.
+After the last one the schedule is fair, so a run that does not end has stalled. The engines are those of
+`sim.fake_engine`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChaosPlan:
-    """The size of a schedule."""
+    """The size of a schedule and the kinds of things in it."""
 
     instances: int
     slots: int
@@ -49,7 +50,7 @@ class ChaosPlan:
 
 
 class ChaosRuntime:
-    """One schedule."""
+    """Runs the orchestrator through one schedule."""
 
     def __init__(self, config: ControlConfig, plan: ChaosPlan, choose: Choose) -> None:
         self.config = config
@@ -82,7 +83,7 @@ class ChaosRuntime:
     # -- running ----------------------------------------------------------------------------------------------
 
     def run(self, limit: int = 200_000) -> None:
-        """Act until the orchestrator has finished, then check that all is accounted for."""
+        """Act until the orchestrator has finished, then check that everything is accounted for."""
         quiet = 0
         for _ in range(limit):
             if self.orchestrator.finished:
@@ -100,13 +101,13 @@ class ChaosRuntime:
         require(not leftovers, f"engines {leftovers} still hold requests")
 
     def _settle(self) -> None:
-        """Deliver what is still on its way."""
+        """Deliver the remaining reports and execute the remaining commands."""
         for _ in range(100_000):
             if not self.act(faults=False):
                 return
 
     def act(self, *, faults: bool = True) -> bool:
-        """Do one thing that can happen now; False if nothing can."""
+        """Let one of the possible things happen; return False if there is none."""
         self.now += 1 + self.choose(nanoseconds(0.2))
         actions: list[Callable[[], None]] = [self._deliver_report] * min(3, len(self._reports))
         for instance in self.instances.values():
@@ -129,7 +130,7 @@ class ChaosRuntime:
         return True
 
     def deliver(self, event: e.Event) -> None:
-        """Give the orchestrator one event, and carry out what it says."""
+        """Give the orchestrator one event, check the promises and execute its commands."""
         self.events += 1
         commands = self.orchestrator.step(event, self.now)
         self.log.append((event, self.now, commands))
@@ -139,7 +140,7 @@ class ChaosRuntime:
             self._execute(command)
 
     def skip_to_timer(self) -> None:
-        """Nothing happens until the next deadline; healthy instances give a sign of life just before it."""
+        """Advance the time to the orchestrator's next timer; healthy instances report just before it."""
         due = self.orchestrator.wake_at()
         require(due is not None, f"the orchestrator waits for nothing: {self.orchestrator.snapshot()}")
         assert due is not None
@@ -156,10 +157,10 @@ class ChaosRuntime:
         self.inject(sorted(self.FAULTS)[self.choose(len(self.FAULTS))])
 
     def inject(self, kind: str) -> None:
-        """Let something break, if it can now."""
+        """Inject a fault, if it is possible now."""
         self.faults_left -= 1
         happened = self.FAULTS[kind](self)
-        if happened and not kind.startswith("move"):  # a move's fault counts when it happens
+        if happened and not kind.startswith("move"):  # a failed move is counted when the move is executed
             self.faults[kind] += 1
 
     def join(self) -> bool:
@@ -181,7 +182,7 @@ class ChaosRuntime:
             return False
         name = self._pick(list(self.instances))
         del self.instances[name]
-        # A join that was not delivered yet is never seen: its process is gone.
+        # A join that has not been delivered never will be, since its process is gone.
         self._reports = [r for r in self._reports if not (isinstance(r, e.InstanceJoined) and r.spec.instance == name)]
         self._reports.append(e.InstanceLost(instance=name, reason="killed"))
         self.join()
@@ -199,7 +200,7 @@ class ChaosRuntime:
             return False
         report = self._reports[self.choose(len(self._reports))]
         if isinstance(report, e.PromptsArrived | e.TrainerReady | e.TrainerLost):
-            return False  # these come over a channel that does not repeat
+            return False  # these come over a channel that never delivers twice
         self._reports.append(report)
         return True
 
@@ -210,7 +211,7 @@ class ChaosRuntime:
         return any(instance.fail_load() for instance in self.instances.values())
 
     def _fail_move(self, how: str) -> bool:
-        """The next move fails half-way."""
+        """Let the next move fail half-way."""
         self._move_fault = how
         return True
 
@@ -239,7 +240,7 @@ class ChaosRuntime:
             return False
         self._trainer_up = False
         self._trainer.clear()
-        # The channel to a trainer is ordered: what it had said arrives before the news of its loss.
+        # The channel to a trainer is ordered: its earlier reports arrive before the report of its loss.
         for report in [r for r in self._reports if isinstance(r, e.Trained | e.Published | e.TrainerReady)]:
             if self.choose(2):
                 self._reports.remove(report)
@@ -255,7 +256,7 @@ class ChaosRuntime:
         return True
 
     def _change_bound(self) -> bool:
-        """Not a fault, but as untimely: another K, on its way like any report."""
+        """Change the bound K. It is not a fault, but it may come at any time, like any report."""
         if not self.config.mode_spec.bound_can_change:
             return False
         self._reports.append(e.BoundChanged(max_staleness=self.choose(5)))
@@ -265,7 +266,7 @@ class ChaosRuntime:
         self.skip_to_timer()
         return True
 
-    # -- the parts --------------------------------------------------------------------------------------------
+    # -- commands and reports ---------------------------------------------------------------------------------
 
     def start_trainer(self) -> None:
         self._trainer.clear()
@@ -371,7 +372,7 @@ class ChaosRuntime:
                     )
                 )
                 if self.choose(3) == 0:
-                    # Written before anybody is told of it, so a restart never comes back with less.
+                    # It is written before it is reported, so a restart never goes back beyond a reported checkpoint.
                     self._checkpoint = command.version
             case _:
                 pass

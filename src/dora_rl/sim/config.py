@@ -1,4 +1,4 @@
-"""What a simulation is told: hardware facts, a model's shape, a cluster's layout and a workload."""
+"""The configuration of a simulation: hardware, model size, cluster layout and workload."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from dora_rl.orchestrator.modes import MODES, LayoutKind
 
 
 class Hardware(Config):
-    """One accelerator, from its data sheet. Rates are per second, sizes in bytes."""
+    """One accelerator, as in its data sheet. Rates are per second, sizes in bytes."""
 
     flops: float = Field(..., gt=0)
-    """Dense matrix multiplications in the precision of training."""
+    """FLOP/s of dense matrix multiplications in the training precision."""
     memory_bytes: float = Field(..., gt=0)
     memory_bandwidth: float = Field(..., gt=0)
     link_bandwidth: float = Field(..., gt=0)
-    """To devices of other instances."""
+    """Bandwidth to the devices of other instances."""
     host_bandwidth: float = Field(..., gt=0)
-    """To the memory of its host."""
+    """Bandwidth to host memory."""
 
 
 class ModelShape(Config):
-    """What of a model determines its costs."""
+    """The properties of a model that determine its costs."""
 
     parameters: float = Field(..., gt=0)
     active_parameters: float | None = Field(None, gt=0)
-    """Used per token; unset: all of them."""
+    """Parameters used per token; unset means all."""
     shared_parameters: float = Field(0.0, ge=0)
-    """Of a mixture of experts: those outside the experts, which each rank holds. 0: not a mixture."""
+    """Parameters of a mixture of experts that are outside the experts; each rank holds them. 0 means not a mixture."""
     experts: int = Field(1, ge=1)
-    """Per layer, of a mixture."""
+    """Experts per layer of a mixture."""
     experts_per_token: int = Field(1, ge=1)
     bytes_per_parameter: float = Field(2.0, gt=0)
-    """As served."""
+    """Bytes per parameter as served."""
     kv_bytes_per_token: float = Field(..., gt=0)
 
     @property
@@ -50,24 +50,24 @@ class ModelShape(Config):
 
 
 class RolloutShape(Config):
-    """How a rollout instance is built and how well it runs."""
+    """The layout and efficiency of a rollout instance."""
 
     devices: int = Field(..., ge=1)
-    """Per instance."""
+    """Devices per instance."""
     lock_step: bool = False
-    """The devices are ranks of one expert-parallel group: each holds requests of its own, a step takes as long as
-    its slowest rank, and empty ranks still run. Otherwise they share every request (tensor parallelism)."""
+    """True: the devices are ranks of one expert-parallel group, each with separate requests. A step takes as long as
+    its slowest rank, and empty ranks still run. False: the devices share every request (tensor parallelism)."""
     slots: int = Field(1, ge=1)
     max_requests: int = Field(..., ge=1)
-    """Sequences that decode at once, per instance."""
+    """Sequences that an instance decodes at once."""
     memory_share: float = Field(0.9, gt=0, le=1)
-    """Of device memory, for weights and KV."""
+    """Share of device memory for weights and KV cache."""
     bandwidth_efficiency: float = Field(0.8, gt=0, le=1)
-    """Of memory bandwidth, reached when reading weights and KV."""
+    """Share of memory bandwidth reached when reading weights and KV cache."""
     compute_efficiency: float = Field(0.5, gt=0, le=1)
-    """Of peak FLOPs, reached in prefill and batched decode."""
+    """Share of peak FLOP/s reached in prefill and batched decode."""
     step_overhead: float = Field(..., ge=0)
-    """Seconds that a decode step costs besides reading and computing: launches, scheduling, communication."""
+    """Seconds of a decode step besides reading and computing: kernel launches, scheduling, communication."""
     load_overhead: float = Field(1.0, ge=0)
     """Seconds to set up a load of weights."""
     move_overhead: float = Field(0.05, ge=0)
@@ -75,34 +75,34 @@ class RolloutShape(Config):
 
 
 class TrainerShape(Config):
-    """How the trainer runs."""
+    """The speed of the trainer."""
 
     utilisation: float = Field(..., gt=0, le=1)
-    """Of peak FLOPs."""
+    """Share of peak FLOP/s."""
     passes: float = Field(6.0, gt=0)
     """FLOPs per active parameter and token: 6 for forward and backward, 8 with a forward pass for log-probs."""
     fixed_seconds: float = Field(0.0, ge=0)
-    """Of a step, whatever the devices: data, optimiser, synchronisation."""
+    """Seconds of a step that do not depend on the number of devices: data, optimiser, synchronisation."""
     publish_seconds: float = Field(1.0, ge=0)
-    """From the optimiser's update to weights that can be loaded."""
+    """Seconds from the optimiser's update until the weights can be loaded."""
 
 
 class Workload(Config):
-    """What the prompts ask for."""
+    """The lengths and latencies of trajectories."""
 
     trace: Path | None = None
-    """A JSONL file of observed trajectories to draw from, instead of the distribution below."""
+    """A JSONL file of observed trajectories to draw from instead of the distribution below."""
     prompt_tokens: int = Field(256, ge=0)
     mean_tokens: float = Field(1000.0, gt=0)
     """Mean response length, after clipping to `control.max_response_tokens`."""
     sigma: float = Field(1.0, ge=0)
-    """Of the lognormal's logarithm; 1 means that the 99th percentile is 10 times the median."""
+    """Standard deviation of the logarithm of the length; 1 makes the 99th percentile 10 times the median."""
     group_correlation: float = Field(0.5, ge=0, le=1)
-    """How alike the lengths of siblings are: the share of the variance that lies between prompts."""
+    """Correlation of the lengths of siblings: the share of the variance that is between prompts."""
     turns: int = Field(1, ge=1)
-    """Rounds of generating and tool use; the response is split evenly."""
+    """Rounds of generation and tool use; the response is split evenly over them."""
     tool_seconds: float = Field(0.0, ge=0)
-    """Median latency of a tool; lognormal with sigma 1."""
+    """Median latency of a tool call; the distribution is lognormal with sigma 1."""
     tool_tokens: int = Field(0, ge=0)
     """Tokens that a tool returns."""
     reward_seconds: float = Field(0.0, ge=0)
@@ -113,9 +113,9 @@ class SimConfig(Config):
 
     devices: int = Field(..., ge=1)
     steps: int = Field(10, ge=1)
-    """Measured, after the warm-up."""
+    """Steps that are measured, after the warm-up."""
     warmup_steps: int = Field(4, ge=0)
-    """Steps before measuring starts; at least the depth of the pipeline is sensible."""
+    """Steps before the measurement starts; use at least the depth of the pipeline."""
     seed: int = 0
     control: ControlConfig
     hardware: Hardware
@@ -126,15 +126,15 @@ class SimConfig(Config):
     layouts: dict[ModeName, LayoutKind] = Field(
         default_factory=lambda: {name: mode.layout for name, mode in MODES.items()}
     )
-    """Who trains and who generates, by mode. Colocated: all devices do both, in turns. Disaggregated: each does one.
-    Elastic: the trainer's devices generate too while they would idle."""
+    """Which devices train and which generate, by mode. Colocated: all devices do both, in turns. Disaggregated: each
+    device does one of the two. Elastic: the trainer's devices also generate while they would otherwise be idle."""
     trainer_devices: int | None = Field(None, ge=1)
-    """Where layouts are disaggregated; unset: half of them."""
+    """Devices of the trainer in disaggregated layouts; unset means half of all."""
     elastic_trainer_devices: int | None = Field(None, ge=1)
-    """Where layouts are elastic; unset: half of them."""
+    """Devices of the trainer in elastic layouts; unset means half of all."""
 
     def divide(self, layout: LayoutKind) -> tuple[int, int, int]:
-        """Devices that train, instances that share them, and instances of their own."""
+        """The number of trainer devices, of instances that share them, and of instances on dedicated devices."""
         per_instance = self.rollout.devices
         if layout == "colocated":
             return self.devices, self.devices // per_instance, 0

@@ -1,12 +1,12 @@
-"""What things cost, from hardware facts: bytes over bandwidth, FLOPs over speed, and fixed overheads.
+"""The cost model: bytes over bandwidth, FLOPs over speed, and fixed overheads.
 
 A decode step of an instance takes
 
     overhead + weights read + KV read + compute
 
-On tensor-parallel devices weights and KV are divided over all of them. On lock-step ranks each rank reads the shared
-weights and the KV of its own requests; the experts are divided over the ranks, and only those that some token of
-the batch is routed to are read; the slowest rank sets the pace.
+On tensor-parallel devices, weights and KV are divided over all devices. On lock-step ranks, each rank reads the shared
+weights and the KV of its own requests; the experts are divided over the ranks, and only experts that some token of the
+batch is routed to are read; the slowest rank determines the time of a step.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Costs:
                 f"{max(0, self.kv_tokens)} tokens of KV cache, fewer than one trajectory of "
                 f"{config.control.max_response_tokens} needs: give an instance more devices"
             )
-        # On lock-step ranks KV is read by its own rank alone, so a token there costs as much as on a single device.
+        # On lock-step ranks only one rank reads the KV of a request, so a token costs as much as on a single device.
         self.per_token = model.kv_bytes_per_token / self._speed / (1 if rollout.lock_step else rollout.devices)
         self.per_request = 2 * model.active / self._compute
         self._step_base = lru_cache(maxsize=4096)(self._base)
@@ -58,11 +58,11 @@ class Costs:
         return self._config.rollout.step_overhead + read * max(1, versions)
 
     def step_base(self, requests: int, versions: int = 1) -> float:
-        """Seconds of a decode step apart from reading KV, for a batch over so many versions' weights."""
+        """Seconds of a decode step without reading KV, for a batch that uses the weights of this many versions."""
         return self._step_base(requests, versions) + self.per_request * requests
 
     def decode(self) -> DecodeCost:
-        """The same as a planner sees it: linear, at a full batch and evenly loaded ranks."""
+        """The cost as the orchestrator plans with it: linear, for a full batch and evenly loaded ranks."""
         full = self._config.rollout.max_requests
         return DecodeCost(
             base=self._step_base(full, 1), per_request=self.per_request, per_token=self.per_token / self.ranks
@@ -72,29 +72,29 @@ class Costs:
         return 2 * self._config.model.active * tokens / self._compute
 
     def load(self) -> float:
-        """Weights from the trainer or a peer, over the links of the instance's devices."""
+        """Seconds to load weights from the trainer or a peer over the links of the instance's devices."""
         rollout = self._config.rollout
         rate = self._config.hardware.link_bandwidth * rollout.devices
         return rollout.load_overhead + self._config.model.weight_bytes / rate
 
     def move(self, tokens: int) -> float:
-        """KV of a bundle of requests, over the links of the instance's devices."""
+        """Seconds to move the KV of requests over the links of the instance's devices."""
         rollout = self._config.rollout
         rate = self._config.hardware.link_bandwidth * rollout.devices
         return rollout.move_overhead + tokens * self._config.model.kv_bytes_per_token / rate
 
     def swap(self, tokens: int) -> float:
-        """KV to host memory, or back."""
+        """Seconds to copy KV to host memory, or back."""
         rate = self._config.hardware.host_bandwidth * self._config.rollout.devices
         return tokens * self._config.model.kv_bytes_per_token / rate
 
     def switch_role(self, tokens: int) -> float:
-        """Weights and KV out to host memory before training, and back after it."""
+        """Seconds to copy KV to host memory before training, and weights and KV back after it."""
         rate = self._config.hardware.host_bandwidth * self._config.rollout.devices
         return 2 * self.swap(tokens) + self._config.model.weight_bytes / rate
 
     def train(self, tokens: int, devices: int) -> float:
-        """Gradients of so many tokens on so many devices."""
+        """Seconds to compute the gradients of `tokens` tokens on `devices` devices."""
         trainer = self._config.trainer
         flops = trainer.passes * self._config.model.active * tokens
         return flops / (self._config.hardware.flops * trainer.utilisation * devices)
@@ -102,7 +102,7 @@ class Costs:
     # -- limits -----------------------------------------------------------------------------------------------
 
     def peak_rate(self, mean_context: float) -> float:
-        """Most tokens per second that an instance can decode, its requests holding so much context on average."""
+        """The highest decode rate of an instance, in tokens per second, for requests of this mean context."""
         most = min(self._config.rollout.max_requests, int(self.kv_tokens / mean_context))
         best = 0.0
         requests = self.ranks
@@ -114,7 +114,7 @@ class Costs:
                 return best
             requests += max(1, requests // 8)
 
-    def alone(self, tokens: int, prompt_tokens: int) -> float:
-        """Seconds that a trajectory of so many tokens takes with an instance to itself."""
+    def single_request(self, tokens: int, prompt_tokens: int) -> float:
+        """Seconds that a response of `tokens` tokens takes as the only request of an instance."""
         context = prompt_tokens + tokens / 2
         return tokens * (self.step_base(1) + self.per_token * context)

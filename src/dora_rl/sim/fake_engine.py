@@ -1,8 +1,8 @@
-"""A fake engine for seeded schedules: it carries out its commands one by one, when told to.
+"""A fake engine for seeded schedules: it executes one command each time that the runtime asks it to.
 
-It checks C1 itself: it stamps what served each token, and refuses what contradicts its slots. Commands wait in `inbox`,
-in the order in which they were given; bundles of moved requests come through the same door. What it reports goes to the
-runtime, which delivers it whenever it likes.
+The engine itself checks promise C1: it records the version that served each token and rejects commands that contradict
+the state of its slots. Commands wait in `inbox` in the order in which they were given; bundles of moved requests arrive
+in the same queue. Its reports go to the runtime, which may deliver them at any time and in any order.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from dora_rl.orchestrator.config import ControlConfig
 from dora_rl.sim.invariants import require
 
 _KV_EACH = 16
-"""Tokens of KV that a fake request holds."""
+"""KV tokens of a fake request."""
 Choose = Callable[[int], int]
-"""Picks a number below the given one."""
+"""Returns a number below its argument."""
 
 
 def fingerprint(version: Version) -> str:
@@ -36,10 +36,10 @@ class EngineContext(Protocol):
     config: ControlConfig
     choose: Choose
     tools: bool
-    """Requests park now and then."""
+    """Whether requests park now and then."""
 
     def report(self, event: e.Event) -> None:
-        """Send a report on its way."""
+        """Queue a report for the orchestrator."""
         ...
 
     def send(self, instance: InstanceId, message: FakeBundle) -> None:
@@ -85,7 +85,7 @@ class FakeInstance:
         return _KV_EACH * len(self.requests)
 
     def execute_next(self) -> None:
-        """Carry out the next command."""
+        """Execute the next command."""
         message = self.inbox.popleft()
         match message:
             case c.LoadVersion():
@@ -112,7 +112,7 @@ class FakeInstance:
                 raise AssertionError(f"an engine got {message}")
 
     def decode(self) -> dict[TrajectoryId, int]:
-        """All requests that can go on sample a token; how many each has."""
+        """Sample a token for every request that can continue; return how many each request has."""
         for request in self.requests.values():
             version = self.slots[request.slot]
             if not request.parked and version is not None:
@@ -120,14 +120,14 @@ class FakeInstance:
         return {trajectory: len(request.served) for trajectory, request in self.requests.items()}
 
     def drop_requests(self) -> bool:
-        """Requests that are on their way to this engine never arrive, and nobody is told."""
+        """Lose the next command, if it starts or resumes requests, without a report."""
         if not self.inbox or not isinstance(self.inbox[0], c.StartGroup | c.Resume):
             return False
         self.inbox.popleft()
         return True
 
     def fail_load(self) -> bool:
-        """The load that is next fails, if there is one; loads under running requests do not."""
+        """Fail the next command, if it is a load; loads under running requests do not fail."""
         load = self.inbox[0] if self.inbox else None
         if not isinstance(load, c.LoadVersion) or load.in_flight:
             return False
@@ -138,25 +138,25 @@ class FakeInstance:
         return True
 
     def interrupt_move(self, move: c.Move, how: str) -> None:
-        """A first part of the move goes through; the rest is kept at the source, or lost, or lost without a word."""
-        through = self._context.choose(len(move.trajectories))
-        first, rest = slice(None, through), slice(through, None)
+        """Move only the first requests; the others are `kept` at the source, `lost`, or lost without a report."""
+        moved = self._context.choose(len(move.trajectories))
+        first, rest = slice(None, moved), slice(moved, None)
         self._export(
             msgspec.structs.replace(move, trajectories=move.trajectories[first], attempts=move.attempts[first])
         )
-        there = [
+        left = [
             (trajectory, attempt)
             for trajectory, attempt in zip(move.trajectories[rest], move.attempts[rest], strict=True)
             if self._holds(trajectory, attempt)
         ]
         if how != "kept":
-            for trajectory, _ in there:
+            for trajectory, _ in left:
                 del self.requests[trajectory]
-        if how != "silent" and there:
+        if how != "silent" and left:
             self._context.report(
                 e.MoveFailed(
-                    trajectories=tuple(trajectory for trajectory, _ in there),
-                    attempts=tuple(attempt for _, attempt in there),
+                    trajectories=tuple(trajectory for trajectory, _ in left),
+                    attempts=tuple(attempt for _, attempt in left),
                     source=move.source,
                     target=move.target,
                     kept=how == "kept",
@@ -164,7 +164,7 @@ class FakeInstance:
             )
 
     def generate(self) -> None:
-        """A request samples a token, or parks, or ends."""
+        """Let one request sample a token, and perhaps park or end."""
         context = self._context
         trajectory = list(self.requests)[context.choose(len(self.requests))]
         request = self.requests[trajectory]
@@ -222,7 +222,7 @@ class FakeInstance:
         require(serves is not None and (mixes or serves == version), f"C1: {slot} serves {serves}, not {version}")
         require(trajectory not in self.requests, f"trajectory {trajectory} runs twice on {slot}")
         self.requests[trajectory] = FakeRequest(attempt=attempt, slot=slot.number)
-        # With tools there may be more for a while: parked requests that come back queue in the engine.
+        # With tools there may be more for a while, because parked requests that come back wait in the engine.
         full = len(self.requests) > self.spec.max_requests and not self._context.tools
         require(not full, f"{slot} has more requests than it can take")
 
@@ -239,7 +239,7 @@ class FakeInstance:
         self._context.send(move.target.instance, FakeBundle(move=move, requests=leaving))
 
     def _import(self, bundle: FakeBundle) -> None:
-        """An engine takes a bundle only if the slot serves its version still."""
+        """Accept a bundle if the slot still serves its version."""
         move = bundle.move
         trajectories = tuple(bundle.requests)
         attempts = tuple(request.attempt for request in bundle.requests.values())

@@ -1,14 +1,15 @@
-"""A simulated rollout instance: continuous batching as a fluid.
+"""A simulated rollout instance: a fluid model of continuous batching.
 
-All requests of an instance advance together, one token per decode step, so the instance keeps one counter of steps
-and each request the count at which its turn ends. Between two changes of the batch the time of n steps is a closed
-form, since the context grows by one token per request and step:
+All requests of an instance advance together, one token per decode step, so the instance has one step counter, and each
+request stores the count at which its turn ends. Between two changes of the batch the time of n steps has a closed form,
+since the context grows by one token per request and step:
 
-    seconds(n) = n * a + n^2 * c     a: the step now,   c: half the KV growth per step
+    seconds(n) = n * a + n^2 * c     a: seconds of the current step,   c: half of its growth per step
 
-On lock-step ranks the fullest rank sets the pace; which one that is, is looked up whenever the batch changes.
+On lock-step ranks the rank with the most context determines the time of a step; it is looked up whenever the batch
+changes.
 
-An instance is in exactly one state: paused (its devices train), stalled (prefill, re-prefill, load under running
+An instance is in exactly one state: paused (its devices train), stalled (prefill, re-prefill, swap, load under running
 requests), or decoding. Times are nanoseconds.
 """
 
@@ -31,29 +32,29 @@ _SPARE = IdleCause(reason=IdleReason.SPARE)
 
 @dataclass(slots=True, eq=False)
 class SimRequest:
-    """A trajectory under way."""
+    """A trajectory that is being generated."""
 
     trajectory: TrajectoryId
     attempt: Attempt
     turns: list[SimTurn]
     context: float
-    """Tokens of KV, as of the last time it left or joined a batch."""
+    """Tokens of KV when the request last joined or left a batch."""
     remaining: float
-    """Tokens to the end of its turn, as of then."""
+    """Tokens to the end of the turn at that time."""
     turn: int = 0
     slot: int = 0
     rank: int = 0
     joined: float = 0.0
-    """The instance's step count when it joined the batch."""
+    """The instance's step count when the request joined the batch."""
     ticket: int = 0
-    """Names its stay in the batch of `home`; 0: not in a batch."""
-    home: SimInstance | None = field(default=None, repr=False)
+    """Identifies one stay in the batch of `instance`; 0 means not in a batch."""
+    instance: SimInstance | None = field(default=None, repr=False)
     parked: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class SimSlot:
-    """One slot's side of the books."""
+    """The state and the time account of one slot."""
 
     account: TimeAccount
     version: Version | None = None
@@ -71,7 +72,7 @@ class SimInstance:
         self.paused = False
         self.requests: dict[TrajectoryId, SimRequest] = {}
         self.generation = 0
-        """Changes whenever the next wake-up does."""
+        """Grows whenever the next wake-up is rescheduled, so that an outdated one is recognised."""
         self.swaps = 0
         self.slot_list = [
             SimSlot(TimeAccount(now, Activity(ActivityLabel.IDLE, None, _STARTING), keep_segments=keep_segments))
@@ -94,11 +95,11 @@ class SimInstance:
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens of KV on the devices."""
+        """KV tokens in device memory."""
         return int(sum(self._offsets) + self._active * self._steps)
 
     def tokens(self, now: Nanoseconds) -> dict[TrajectoryId, int]:
-        """Context beyond the prompt is what matters to planners; it is reported as response tokens."""
+        """Response tokens of each request so far, decoded up to `now`."""
         self.advance(now)
         steps = self._steps
         result = {}
@@ -120,12 +121,12 @@ class SimInstance:
         self._steps += (math.sqrt(a * a + 4 * c * elapsed) - a) / (2 * c) if c else elapsed / a
 
     def next_wake(self) -> Nanoseconds | None:
-        """When the state changes by itself: a stall ends, a request finishes a turn, or the KV cache is full."""
+        """When the state next changes without a command: a stall or a turn ends, or the KV cache is full."""
         if self.paused:
             return None
         if self._stall_end is not None:
             return self._stall_end
-        while self._finishing and not self._stays(self._finishing[0]):
+        while self._finishing and not self._is_current(self._finishing[0]):
             heapq.heappop(self._finishing)
         if not self._active:
             return None
@@ -137,7 +138,7 @@ class SimInstance:
         return self._since + math.ceil((steps * a + steps * steps * c) * SECOND)
 
     def wake(self, now: Nanoseconds) -> list[SimRequest]:
-        """Bring the state up to `now`; returns the requests that finished a turn and left the batch."""
+        """Update the state to `now`; return the requests that finished a turn and left the batch."""
         if self._stall_end is not None and now >= self._stall_end:
             self._since = now
             self._stall_end = None
@@ -147,7 +148,7 @@ class SimInstance:
         done: list[SimRequest] = []
         while self._finishing and self._finishing[0][0] <= self._steps + 1e-6:
             entry = heapq.heappop(self._finishing)
-            if self._stays(entry):
+            if self._is_current(entry):
                 request = entry[2]
                 self.leave(request)
                 request.remaining = 0.0
@@ -156,13 +157,13 @@ class SimInstance:
             self._swap_out(now)
         return done
 
-    def _stays(self, entry: tuple[float, int, SimRequest]) -> bool:
-        """The entry is about a stay that has not ended."""
+    def _is_current(self, entry: tuple[float, int, SimRequest]) -> bool:
+        """Whether the request of the entry has been in the batch ever since the entry was made."""
         _, ticket, request = entry
-        return request.ticket == ticket and request.home is self
+        return request.ticket == ticket and request.instance is self
 
     def _pace(self) -> tuple[float, float]:
-        """Seconds of a step now, and half of what it grows by per step."""
+        """Seconds of the current step, and half of its growth per step."""
         costs = self._costs
         versions = 1 if len(self.slot_list) == 1 else sum(1 for slot in self.slot_list if slot.active)
         base = costs.step_base(self._active, versions)
@@ -179,10 +180,10 @@ class SimInstance:
     # -- requests ---------------------------------------------------------------------------------------------
 
     def join(self, request: SimRequest) -> None:
-        """The request decodes in this instance's batch from now on. Call `advance` before."""
+        """Add the request to the batch. Call `advance` before."""
         self._ticket += 1
         request.ticket = self._ticket
-        request.home = self
+        request.instance = self
         request.joined = self._steps
         if len(self._counts) > 1:
             request.rank = self._emptiest_rank()
@@ -199,7 +200,7 @@ class SimInstance:
         return loads.index(min(loads))
 
     def leave(self, request: SimRequest) -> None:
-        """The request is in no batch any more; its context and remaining tokens are brought up to date."""
+        """Remove the request from the batch and update its context and remaining tokens."""
         if not request.ticket:
             return
         decoded = self._steps - request.joined
@@ -211,15 +212,15 @@ class SimInstance:
         request.context += decoded
         request.remaining = max(0.0, request.remaining - decoded)
 
-    def take_out(self, request: SimRequest) -> None:
-        """The request leaves the instance."""
+    def remove(self, request: SimRequest) -> None:
+        """Remove the request from the instance."""
         self.leave(request)
         del self.requests[request.trajectory]
         if request in self._swapped:
             self._swapped.remove(request)
 
     def _swap_out(self, now: Nanoseconds) -> None:
-        """The KV cache is full: the requests that joined last go to host memory, a twentieth of the room."""
+        """The KV cache is full: swap the requests that joined last to host memory, until a twentieth of it is free."""
         target = self.spec.kv_tokens * 0.95
         tokens = 0.0
         running = sorted((request for request in self.requests.values() if request.ticket), key=lambda r: r.ticket)
@@ -232,7 +233,7 @@ class SimInstance:
         self.stall(now, ActivityLabel.MIGRATE, self._costs.swap(int(tokens)))
 
     def swap_in(self, now: Nanoseconds) -> None:
-        """Bring back swapped requests that fit, first swapped first."""
+        """Swap in the requests that fit, in the order in which they were swapped out."""
         while self._swapped:
             request = self._swapped[0]
             if self.kv_tokens + request.context > self.spec.kv_tokens * 0.95 and self._active:
@@ -244,7 +245,7 @@ class SimInstance:
     # -- stalls and pauses ------------------------------------------------------------------------------------
 
     def stall(self, now: Nanoseconds, label: ActivityLabel, seconds: float) -> None:
-        """Decoding waits for so long. Call `advance` before."""
+        """Stop decoding for this long. Call `advance` before."""
         duration = nanoseconds(seconds)
         if duration <= 0:
             return
@@ -263,7 +264,7 @@ class SimInstance:
             self._stall_end = now + duration
 
     def pause(self, now: Nanoseconds) -> None:
-        """The devices train."""
+        """Stop generating because the devices train."""
         self.advance(now)
         self.paused = True
         if self._stall_end is not None:
@@ -271,7 +272,7 @@ class SimInstance:
             self._stall_end = None
 
     def resume(self, now: Nanoseconds) -> None:
-        """The devices generate again; what had gone to host memory comes back."""
+        """Generate again, after weights and KV have come back from host memory."""
         self._since = now
         self.paused = False
         if self.requests:
@@ -281,7 +282,7 @@ class SimInstance:
     # -- labels -----------------------------------------------------------------------------------------------
 
     def relabel(self, now: Nanoseconds) -> None:
-        """Book the time from now on to what each slot is doing."""
+        """Account for the time of each slot under its current activity."""
         for slot in self.slot_list:
             slot.account.switch(now, self._activity(slot))
 

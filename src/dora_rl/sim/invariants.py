@@ -1,7 +1,7 @@
-"""Watches the seam between orchestrator and world and raises `BrokenPromiseError` as soon as one is broken.
+"""Checks the promises of docs/architecture.md during a run and raises `BrokenPromiseError` at the first broken one.
 
-It knows nothing of how the orchestrator decides: it reads the events and commands that cross the seam, and the
-public snapshot. So it can watch a test, a simulation, or the replay of a real run.
+The checker is independent of how the orchestrator decides: it reads only the events and commands between orchestrator
+and runtime, and the public snapshot. It can therefore check a test, a simulation, or the replay of a real run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def require(holds: bool, promise: str) -> None:
 
 
 class InvariantChecker:
-    """Follows one run."""
+    """Checks one run, event by event."""
 
     def __init__(self, config: ControlConfig) -> None:
         self._config = config
@@ -49,9 +49,9 @@ class InvariantChecker:
         self._attempts: dict[TrajectoryId, int] = {}
         self._newest: Version | None = None
         self._applied = 0
-        """Attempt with which a step was last closed."""
-        self._asked: tuple[Version, int] | None = None
-        """Version and attempt that the trainer was last asked to publish."""
+        """Attempt of the last `Apply`."""
+        self._publishing: tuple[Version, int] | None = None
+        """Version and attempt of the last `Publish`."""
         self._published: set[Version] = set()
         self.retired: set[Version] = set()
         self._lost: set[InstanceId] = set()
@@ -67,21 +67,21 @@ class InvariantChecker:
         elif isinstance(event, e.Published):
             self._note_published(event)
         elif isinstance(event, e.TrainerLost):
-            self._asked = None
+            self._publishing = None
         elif isinstance(event, e.BoundChanged):
             self._bound = event.max_staleness
         for command in commands:
             if isinstance(event, e.Generated) and isinstance(command, c.Score):
                 latest = self._attempts.get(event.trajectory, 0)
                 require(
-                    event.attempt == latest, f"C2: trajectory {event.trajectory} ends with a former attempt's report"
+                    event.attempt == latest, f"C2: trajectory {event.trajectory} ends by a report of an earlier attempt"
                 )
             if isinstance(event, e.Trained) and isinstance(command, c.Publish):
-                require(event.attempt == self._applied, f"C2: step {event.step} ends with a former trainer's report")
+                require(event.attempt == self._applied, f"C2: step {event.step} ends by a report of an earlier trainer")
             self._check(command)
 
     def _note_published(self, event: e.Published) -> None:
-        if self._asked == (event.version, event.attempt) and event.version not in self._published:
+        if self._publishing == (event.version, event.attempt) and event.version not in self._published:
             self._newest = event.version
             self._published.add(event.version)
             for group in self.batches.get(event.version - 1, ()):
@@ -102,7 +102,7 @@ class InvariantChecker:
                     self._check_single(trajectory, command.version)
             case c.LoadVersion():
                 self._check_version_usable(command.version)
-                require(command.slot.instance not in self._lost, f"{command.slot} is lost and told to load")
+                require(command.slot.instance not in self._lost, f"{command.slot} is lost and is given a load")
                 require(
                     not command.in_flight or self._mode.mixes_versions,
                     f"C1: {command.slot} loads version {command.version} under running requests",
@@ -114,9 +114,9 @@ class InvariantChecker:
                 self._applied = command.attempt
                 self._check_batch(command)
             case c.Publish():
-                self._asked = (command.version, command.attempt)
+                self._publishing = (command.version, command.attempt)
             case c.RestartTrainer():
-                self._asked = None
+                self._publishing = None
             case c.Retire():
                 require(command.version not in self.retired, f"version {command.version} is retired twice")
                 require(command.version != self._newest, f"the newest version {command.version} is retired")
@@ -187,7 +187,7 @@ class InvariantChecker:
     # -- the state between events -----------------------------------------------------------------------------
 
     def check_idle_slots(self, snapshot: Snapshot) -> None:
-        """No slot idles while there is work that is wanted, and every idle slot knows why."""
+        """No slot is idle while there is work for it, and every idle slot has a cause."""
         for slot in snapshot.slots:
             held = {slot.version, slot.loading} & self.retired
             require(not held, f"{slot.slot} holds version {held}, which is retired")
@@ -201,21 +201,21 @@ class InvariantChecker:
         if snapshot.rollout_version is None or slot.leaving:
             return
         has_room = not slot.active
-        waits = slot.version in snapshot.waiting
-        require(not (waits and has_room), f"{slot.slot} idles while requests of its version wait")
+        waiting = slot.version in snapshot.waiting
+        require(not (waiting and has_room), f"{slot.slot} idles while requests of its version wait")
         same = [other for other in snapshot.slots if other.slot.instance == slot.slot.instance]
         offers = any(snapshot.rollout_version in (other.version, other.loading) for other in same)
         require(
-            offers or waits, f"{slot.slot} is empty and its instance is not given version {snapshot.rollout_version}"
+            offers or waiting, f"{slot.slot} is empty and its instance is not given version {snapshot.rollout_version}"
         )
         if slot.version == snapshot.rollout_version and has_room:
             require(not snapshot.admissible, f"{slot.slot} idles while groups are wanted")
             assert slot.idle is not None
-            named = slot.idle.reason is not IdleReason.STARTING
-            require(named, f"{slot.slot} serves version {slot.version} and idles as if it had none")
+            explained = slot.idle.reason is not IdleReason.STARTING
+            require(explained, f"{slot.slot} serves version {slot.version} but idles as if it had none")
 
     def check_finished(self, snapshot: Snapshot, *, prompts: int) -> None:
-        """All is accounted for: every prompt trained once or failed, every slot empty, every old version retired."""
+        """Each prompt was trained once or failed, each slot is empty, and each old version is retired."""
         require(len(self.admitted) == prompts, f"{prompts - len(self.admitted)} prompts were never admitted")
         for group in range(len(self.admitted)):
             ends = (group in self.trained) + (group in self.failed)

@@ -1,12 +1,13 @@
-"""The least time that a step can take, whatever is decided: what a schedule is measured by.
+"""A lower bound on the time of a step under any schedule; simulated schedules are compared with it.
 
 A step can't be shorter than any of
 
 - the trainer's time: its FLOPs on its devices, and its fixed part;
-- the tokens of a step at the peak rate of all instances; devices that train do not generate meanwhile;
-- the longest trajectory alone on an instance, divided by K + 1, since so many steps may overlap it.
+- the time to generate a step's tokens at the peak rate of all instances; devices that train can't generate meanwhile;
+- the time of the longest trajectory as the only request of an instance, divided by K + 1, the number of steps that may
+  overlap it.
 
-With K = 0 nothing overlaps: rollout and training add up.
+With K = 0 nothing overlaps, and the times of rollout and training add up.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from dora_rl.sim.workload import Source
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowerBound:
-    """Seconds, by what binds."""
+    """The bound in seconds, by resource."""
 
     trainer: float
     tokens: float
     longest: float
     serial: bool
-    """Rollout and training can't overlap: K is 0."""
+    """K is 0: rollout and training can't overlap."""
 
     @property
     def seconds(self) -> float:
@@ -39,12 +40,12 @@ class LowerBound:
 
     @property
     def binds(self) -> str:
-        """The resource that sets the bound."""
+        """The resource that determines the bound."""
         return max(("trainer", "tokens", "longest"), key=lambda name: float(getattr(self, name)))
 
 
 def lower_bound(config: SimConfig, layout: LayoutKind, *, staleness: int, tokens: float, longest: float) -> LowerBound:
-    """The bound for steps of so many response tokens whose longest trajectory has `longest`."""
+    """The bound for steps of `tokens` response tokens whose longest response has `longest` tokens."""
     costs = Costs(config)
     control = config.control
     trainer_devices, sharing, dedicated = config.divide(layout)
@@ -53,18 +54,18 @@ def lower_bound(config: SimConfig, layout: LayoutKind, *, staleness: int, tokens
     trainer = costs.train(int(trained), trainer_devices) + config.trainer.fixed_seconds + config.trainer.publish_seconds
     rate = costs.peak_rate(prompts + mean_context(config))
     serial = staleness == 0
-    # While they train, shared devices do not generate; with K = 0 that is added anyway.
+    # Shared devices can't generate while they train. With K = 0 that time is added in any case.
     lost = 0.0 if serial else sharing * rate * trainer
     return LowerBound(
         trainer=trainer,
         tokens=(tokens + lost) / (rate * (sharing + dedicated)),
-        longest=costs.alone(int(longest), prompts) / (staleness + 1),
+        longest=costs.single_request(int(longest), prompts) / (staleness + 1),
         serial=serial,
     )
 
 
 def mean_context(config: SimConfig) -> float:
-    """Response tokens that a running request holds, averaged over time: E[L^2] / (2 E[L])."""
+    """Response tokens in the context of a running request, averaged over time: E[L^2] / (2 E[L])."""
     control = config.control
     source = Source(config.workload, control.group_size, control.max_response_tokens, config.seed)
     lengths = source.sample(min(512, 4 * control.groups_per_step)).astype(np.float64)

@@ -1,7 +1,7 @@
-"""Search for the best K, size and slots of instances and split between training and rollout, by branch and bound.
+"""Branch-and-bound search for the best K, instance size, slots per instance and split between training and rollout.
 
-Every candidate has a lower bound that costs nothing to compute. Candidates are simulated in the order of their bounds,
-until no remaining bound is below the best time found: what is left out cannot win.
+Every candidate has a lower bound that is cheap to compute. Candidates are simulated in the order of their bounds until
+no remaining bound is below the best time found, so the candidates that are left out can't win.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from dora_rl.sim.workload import Source
 
 STALENESS = (1, 2, 3, 4, 6, 8)
 SHARES = (1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
-"""Of the devices, for the trainer."""
+"""Shares of the devices for the trainer."""
 SLOTS = (1, 2)
-"""Per instance. A second set of weights saves moves and loads and costs KV room."""
+"""Slots per instance. A second set of weights saves moves and loads but takes KV cache memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One way to run on the cluster."""
+    """One way to use the cluster."""
 
     config: SimConfig
     variant: Variant
@@ -50,7 +50,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanResult:
-    """A candidate and what its simulation predicts."""
+    """A candidate with its simulated result."""
 
     candidate: Candidate
     result: Result
@@ -65,25 +65,25 @@ class PlanResult:
 
     @property
     def binds(self) -> str:
-        """What to buy more of."""
-        waits = self.result.rollout_only
-        if waits < 0.05:
+        """The resource that limits the throughput."""
+        waiting = self.result.rollout_only
+        if waiting < 0.05:
             return "trainer"
-        if self.result.trainer.get("idle: deadline", 0.0) > waits / 2:
+        if self.result.trainer.get("idle: deadline", 0.0) > waiting / 2:
             return f"longest trajectories (K = {self.candidate.staleness})"
         return "rollout tokens"
 
 
 def candidates(config: SimConfig) -> list[Candidate]:
-    """All that could be run, the most promising first."""
+    """All feasible candidates, the one with the lowest bound first."""
     control = config.control
     source = Source(config.workload, control.group_size, control.max_response_tokens, config.seed)
     lengths = source.sample(min(512, 4 * control.groups_per_step))
     tokens = float(lengths.mean()) * control.groups_per_step * control.group_size
     longest = float(lengths.max())
     found: dict[tuple[int, int, int, int], Candidate] = {}
-    shapes = product((config.rollout.devices, 2 * config.rollout.devices), sorted({*SLOTS, config.rollout.slots}))
-    for devices, slots in shapes:
+    sizes = product((config.rollout.devices, 2 * config.rollout.devices), sorted({*SLOTS, config.rollout.slots}))
+    for devices, slots in sizes:
         for share in SHARES:
             trainer = round(config.devices * share / devices) * devices
             if trainer < 1 or config.devices - trainer < devices:
@@ -93,7 +93,7 @@ def candidates(config: SimConfig) -> list[Candidate]:
                 try:
                     bound = lower_bound(changed, "disaggregated", staleness=staleness, tokens=tokens, longest=longest)
                 except ConfigError:
-                    continue  # the weights or one trajectory do not fit an instance of this size
+                    continue  # the weights or a single trajectory do not fit into an instance of this size
                 key = (devices, slots, trainer, staleness)
                 found[key] = Candidate(config=changed, variant=parse_variant("dora"), bound=bound)
     if not found:
@@ -120,7 +120,7 @@ def _changed(config: SimConfig, devices: int, slots: int, trainer: int, stalenes
 def plan(
     config: SimConfig, *, most: int = 24, progress: Callable[[int, int], None] | None = None
 ) -> tuple[list[PlanResult], int]:
-    """The simulated candidates, best first, and how many were left out because they can't win."""
+    """Simulate at most `most` candidates; return them best first, and how many were left out."""
     waiting = candidates(config)
     total = len(waiting)
     done: list[PlanResult] = []

@@ -1,4 +1,4 @@
-"""Presets: the clusters of the paper, a laptop, and larger ones."""
+"""Presets: a laptop, the clusters of the paper, and larger ones."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ H800 = {
     "flops": 989e12,  # bfloat16, dense
     "memory_bytes": 80e9,
     "memory_bandwidth": 3.35e12,
-    "link_bandwidth": 50e9,  # one 400 Gbit/s port a device
-    "host_bandwidth": 50e9,  # PCIe 5, one direction, as reached
+    "link_bandwidth": 50e9,  # one 400 Gbit/s port per device
+    "host_bandwidth": 50e9,  # PCIe 5, one direction, as measured
 }
 
 # Qwen2.5-32B: 64 layers, 8 KV heads of 128, bfloat16.
@@ -36,8 +36,8 @@ PAPER: dict[str, Any] = {
     "warmup_steps": 5,
 }
 
-# LongCat-Flash: 560B parameters, about 27B active; 541B of them in 512 experts a layer, of which a token uses about 8;
-# latent attention keeps 576 values a token in each of its 56 attention blocks. Served in 8 bits.
+# LongCat-Flash: 560B parameters, about 27B active; 541B of them are in experts, 512 per layer, of which a token uses
+# about 8; latent attention stores 576 values per token in each of its 56 attention blocks. Served in 8 bits.
 LONGCAT = {
     "parameters": 560e9,
     "active_parameters": 27e9,
@@ -67,7 +67,7 @@ LONGCAT_CLUSTER: dict[str, Any] = {
     "warmup_steps": 6,
 }
 
-# Four cores of a laptop with a 3M-parameter model in float32: each core is a device.
+# Four cores of a laptop and a 3M-parameter model in float32; each core is a device.
 LAPTOP: dict[str, Any] = {
     "control": {
         "groups_per_step": 8,
@@ -117,7 +117,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def preset(name: str, assignments: list[str] | None = None) -> SimConfig:
-    """A preset with dotted assignments applied."""
+    """Build the config of a preset with dotted assignments applied."""
     if name not in PRESETS:
         raise ConfigError(f"unknown preset '{name}': choose from {', '.join(PRESETS)}")
     return build(SimConfig, override(PRESETS[name], assignments or []), source=name)

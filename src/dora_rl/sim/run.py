@@ -1,4 +1,4 @@
-"""Simulate one mode and measure it."""
+"""Simulates one mode and measures it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from dora_rl.sim.lower_bound import LowerBound, lower_bound
 from dora_rl.sim.runtime import SimRuntime
 
 _NEVER = Deadlines(load=1e7, move=1e7, score=1e7, tool=1e7, heartbeat=1e7, progress=1e7, train=1e7, stall=1e7)
-"""Nothing fails here, and simulated steps may take hours."""
+"""Deadlines that never pass: nothing fails in a simulation, and simulated steps may take hours."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """A mode, and what of it differs from the preset: `dora`, `dora:elastic`, `dora:proportional`, `dora:k1`."""
+    """A mode with changes to the preset: `dora`, `dora:elastic`, `dora:proportional`, `dora:k1`."""
 
     name: str
     mode: str
@@ -36,7 +36,7 @@ class Variant:
 
 
 def parse_variant(text: str) -> Variant:
-    """Read `mode[:option+option...]`."""
+    """Parse `mode[:option+option...]`."""
     mode, _, options = text.partition(":")
     if mode not in MODES:
         raise ConfigError(f"unknown mode '{mode}': choose from {', '.join(MODES)}")
@@ -59,32 +59,33 @@ def parse_variant(text: str) -> Variant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """The figures of one mode, over the measured steps."""
+    """Measurements of one mode over the measured steps."""
 
     variant: Variant
     steps: int
     step_seconds: float
     tokens_per_second: float
-    """Response tokens trained, per second."""
+    """Response tokens trained per second."""
     occupancy: float
-    """Share of the time in which slots could generate that they decoded or prefilled."""
+    """Share of the time available to slots that they spent on requests."""
     idle: dict[str, float]
-    """Share of slot time idle, by cause."""
+    """Share of slot time that was idle, by cause."""
     trainer: dict[str, float]
-    """Share of the trainer's time, by label, idle ones by cause."""
+    """Share of the trainer's time by label, idle time by cause."""
     labels: dict[str, float]
-    """Share of slot time, by label."""
+    """Share of slot time by label."""
     staleness: dict[int, float]
-    """Share of groups, by staleness."""
+    """Share of groups by staleness."""
     latency: float
-    """Seconds from the admission of a group to its last reward, mean."""
+    """Mean seconds from the admission of a group to its last reward."""
     live_versions: float
-    """Versions with running requests when a version is published, mean."""
+    """Mean number of versions with running requests when a version is published."""
     migrations: float
-    """Requests moved, per step."""
+    """Requests moved per step."""
     swaps: int
     lower_bound: LowerBound
     over_lower_bound: float
+    """Step time divided by its lower bound."""
     events: int
     timeline: Timeline | None
 
@@ -94,18 +95,18 @@ class Result:
 
     @property
     def least_staleness(self) -> float:
-        """The mean staleness of groups that never wait for the trainer: by Little's law, latency over step time."""
+        """The mean staleness if groups never waited for the trainer: latency over step time, by Little's law."""
         return self.latency / self.step_seconds
 
     @property
     def rollout_only(self) -> float:
         """Share of the trainer's time spent waiting for rollout."""
-        waits = (IdleReason.ROLLOUT, IdleReason.DEADLINE, IdleReason.REWARD, IdleReason.NO_PROMPTS)
-        return sum(self.trainer.get(f"idle: {cause.value}", 0.0) for cause in waits)
+        reasons = (IdleReason.ROLLOUT, IdleReason.DEADLINE, IdleReason.REWARD, IdleReason.NO_PROMPTS)
+        return sum(self.trainer.get(f"idle: {reason.value}", 0.0) for reason in reasons)
 
 
 def control_for(config: SimConfig, variant: Variant) -> ControlConfig:
-    """The orchestrator's config for a variant."""
+    """The orchestrator's config for a variant of a simulation."""
     changes: dict[str, object] = {"mode": variant.mode, "steps": None, "deadlines": _NEVER}
     if variant.placement is not None:
         changes["placement"] = variant.placement
@@ -121,7 +122,7 @@ def simulate(
     progress: Callable[[int], None] | None = None,
     timeline: bool = False,
 ) -> Result:
-    """Run the orchestrator of production against the simulated runtime."""
+    """Run the production orchestrator against the simulated runtime."""
     control = control_for(config, variant)
     layout: LayoutKind = "elastic" if variant.elastic else config.layouts[variant.mode]
     runtime = MeasuredRuntime(
@@ -142,7 +143,7 @@ def _check_instances(config: SimConfig, layout: LayoutKind, instances: int) -> N
 
 
 class MeasuredRuntime(SimRuntime):
-    """A simulated runtime that measures itself from the end of the warm-up on."""
+    """A simulated runtime that measures the steps after the warm-up."""
 
     def __init__(
         self,
@@ -158,20 +159,20 @@ class MeasuredRuntime(SimRuntime):
         self._before: Counter[Activity] = Counter()
         self._trainer_before: Counter[Activity] = Counter()
         self._moves_before = 0
-        self._seen = -1
+        self._newest = -1
 
     def next_event(self, wake_at: Nanoseconds | None) -> tuple[Event, Nanoseconds] | None:
         arrived = super().next_event(wake_at)
-        newest = len(self.versions_live) - 1
-        if newest != self._seen:
-            self._seen = newest
+        newest = len(self.records.live_versions) - 1
+        if newest != self._newest:
+            self._newest = newest
             if newest == self.config.warmup_steps:
-                self._begin()
+                self._start_measuring()
             if self._progress is not None:
                 self._progress(newest)
         return arrived
 
-    def _begin(self) -> None:
+    def _start_measuring(self) -> None:
         self.close()
         self._measured_from = self.now
         self._before = self._totals()
@@ -188,7 +189,7 @@ class MeasuredRuntime(SimRuntime):
     def result(self, variant: Variant, control: ControlConfig, layout: LayoutKind) -> Result:
         seconds = (self.now - self._measured_from) / SECOND
         first = self.config.warmup_steps
-        records = [record for step, record in self.steps.items() if step >= first and record.finished_at]
+        records = [record for step, record in self.records.steps.items() if step >= first and record.finished_at]
         tokens = sum(record.tokens for record in records)
         staleness: Counter[int] = Counter()
         for record in records:
@@ -196,7 +197,7 @@ class MeasuredRuntime(SimRuntime):
         groups = sum(record.groups for record in records)
         slots = self._totals() - self._before
         trainer = Counter(self.trainer.totals) - self._trainer_before
-        live = [count for version, count in self.versions_live.items() if version > first]
+        live = [count for version, count in self.records.live_versions.items() if version > first]
         bound = lower_bound(
             self.config,
             layout,
@@ -209,7 +210,7 @@ class MeasuredRuntime(SimRuntime):
             steps=len(records),
             step_seconds=seconds / len(records),
             tokens_per_second=tokens / seconds,
-            occupancy=occupancy(_named(slots)),
+            occupancy=occupancy(_by_name(slots)),
             idle=_shares(slots, idle_only=True),
             trainer=_shares(trainer),
             labels=_shares(slots, by_label=True),
@@ -233,13 +234,15 @@ class MeasuredRuntime(SimRuntime):
             },
             trainer=self.trainer.segments or [],
             moves=self.moves,
-            published={step + 1: record.finished_at for step, record in self.steps.items() if record.finished_at},
+            published={
+                step + 1: record.finished_at for step, record in self.records.steps.items() if record.finished_at
+            },
             start=self._measured_from,
             end=self.now,
         )
 
 
-def _named(totals: Counter[Activity]) -> Counter[str]:
+def _by_name(totals: Counter[Activity]) -> Counter[str]:
     result: Counter[str] = Counter()
     for activity, spent in totals.items():
         result[activity_name(activity.label, "" if activity.cause is None else activity.cause.reason)] += spent

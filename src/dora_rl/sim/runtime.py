@@ -1,14 +1,14 @@
-"""The simulated world: a virtual clock, instances, a trainer, rewards and tools behind the orchestrator's commands.
+"""The simulated runtime: it executes the orchestrator's commands on a virtual clock, with models of all components.
 
-It is deterministic: ties on the clock break by the order in which entries were made.
+It is deterministic: entries of the clock that are due at the same time run in the order in which they were made.
 
-    clock:  (time, number, action)  ->  action() may put events into `_events`  ->  orchestrator
+    clock:  (time, number, action)  ->  action() may append to `_events`  ->  orchestrator
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import ClassVar
@@ -18,6 +18,7 @@ from dora_rl.core import events as e
 from dora_rl.core.activities import ActivityLabel, IdleCause, IdleReason
 from dora_rl.core.time_accounting import Activity, TimeAccount
 from dora_rl.core.types import (
+    GroupId,
     InstanceId,
     InstanceSpec,
     Nanoseconds,
@@ -32,6 +33,7 @@ from dora_rl.orchestrator.modes import LayoutKind
 from dora_rl.sim.config import SimConfig
 from dora_rl.sim.costs import Costs
 from dora_rl.sim.instance import SimInstance, SimRequest
+from dora_rl.sim.step_records import StepRecords
 from dora_rl.sim.workload import Source
 
 Action = Callable[[], None]
@@ -42,23 +44,8 @@ def fingerprint(version: Version) -> str:
     return f"v{version}"
 
 
-class StepRecord:
-    """What one step trained."""
-
-    __slots__ = ("finished_at", "groups", "latency", "longest", "staleness", "tokens")
-
-    def __init__(self, groups: int, tokens: int, longest: int, staleness: Counter[int], latency: Nanoseconds) -> None:
-        self.groups = groups
-        self.tokens = tokens
-        self.longest = longest
-        self.staleness = staleness
-        self.latency = latency
-        """From admission to the last reward, summed over its groups."""
-        self.finished_at: Nanoseconds = 0
-
-
 class SimRuntime:
-    """Carries out commands on the virtual clock."""
+    """Executes commands on the virtual clock."""
 
     def __init__(self, config: SimConfig, layout: LayoutKind, *, keep_segments: bool = False) -> None:
         self.config = config
@@ -67,33 +54,29 @@ class SimRuntime:
             config.workload, config.control.group_size, config.control.max_response_tokens, config.seed
         )
         self.now: Nanoseconds = 0
-        self.steps: dict[StepId, StepRecord] = {}
-        self.versions_live: dict[Version, int] = {}
-        """Versions that had requests when each version was published."""
+        self.records = StepRecords(config.control.group_size)
         self.moves: list[tuple[Nanoseconds, SlotId, SlotId, int]] = []
-        """When, from, to, and how many requests."""
+        """Time, source, target and number of requests of each move."""
         self.tokens_moved = 0
         self.events = 0
         self._clock: list[tuple[Nanoseconds, int, Action]] = []
         self._number = 0
         self._events: deque[e.Event] = deque()
         self._dirty: dict[InstanceId, SimInstance] = {}
-        self._home: dict[TrajectoryId, SimInstance] = {}
-        self._where: dict[TrajectoryId, SimRequest] = {}
-        self._versions: list[Version] = []
-        """Of each group, by its id."""
-        self._lengths: dict[int, tuple[int, int]] = {}
-        """Sum and maximum of the response tokens of each untrained group."""
-        self._spans: dict[int, tuple[Nanoseconds, Nanoseconds]] = {}
-        """When each untrained group was admitted, and when its latest reward is there."""
-        self._running: Counter[Version] = Counter()
+        """Instances whose wake-up and labels must be updated."""
+        self._instance_of: dict[TrajectoryId, SimInstance] = {}
+        """The instance of each request that is not being moved."""
+        self._requests: dict[TrajectoryId, SimRequest] = {}
+        """All unfinished requests."""
         self._prompts = 0
+        """How many prompts have been fetched."""
         self._last_step = config.warmup_steps + config.steps
 
         self.trainer_devices, sharing, dedicated = config.divide(layout)
         self.trainer = TimeAccount(0, Activity(ActivityLabel.IDLE, None, _STARTING), keep_segments=keep_segments)
         self._trainer_cause = _STARTING
         self._trainer_free: Nanoseconds = 0
+        """When the trainer has finished what it was given."""
         self._trainer_step: StepId = 0
         self.instances: dict[InstanceId, SimInstance] = {}
         for number in range(sharing + dedicated):
@@ -101,18 +84,18 @@ class SimRuntime:
         self._events.append(e.TrainerReady(version=0))
         self._at(nanoseconds(config.control.rebalance_seconds / 2), self._heartbeat)
 
-    # -- the port ---------------------------------------------------------------------------------------------
+    # -- the `Runtime` interface ------------------------------------------------------------------------------
 
     def next_event(self, wake_at: Nanoseconds | None) -> tuple[e.Event, Nanoseconds] | None:
-        """The next thing that the orchestrator hears of; None when all steps are done."""
-        if self._last_step in self.versions_live:
+        """Run the clock until there is an event; None when all steps are done."""
+        if self._last_step in self.records.live_versions:
             return None
         while not self._events:
             if wake_at is not None and (not self._clock or wake_at < self._clock[0][0]):
                 self.now = max(self.now, wake_at)
                 self._events.append(e.Tick())
                 break
-            assert self._clock, "nothing will ever happen again"
+            assert self._clock, "no event can ever happen again"
             self.now, _, action = heapq.heappop(self._clock)
             action()
             self._schedule_dirty()
@@ -127,7 +110,7 @@ class SimRuntime:
         self._schedule_dirty()
 
     def close(self) -> None:
-        """Settle all accounts at the present moment."""
+        """Settle all time accounts at the current time."""
         self.trainer.settle(self.now)
         for instance in self.instances.values():
             for slot in instance.slot_list:
@@ -143,7 +126,7 @@ class SimRuntime:
         self._at(self.now + nanoseconds(seconds), action)
 
     def _touch(self, instance: SimInstance) -> None:
-        """Bring the instance up to date before it is changed, and see to its wake-up and labels after."""
+        """Call before changing an instance: decode up to now, and update its wake-up and labels after the change."""
         instance.advance(self.now)
         self._dirty[instance.spec.instance] = instance
 
@@ -195,13 +178,10 @@ class SimRuntime:
         version = instance.slot_list[request.slot].version
         assert version is not None
         del instance.requests[trajectory]
-        del self._home[trajectory]
-        del self._where[trajectory]
-        group = trajectory // self.config.control.group_size
-        self._running[self._versions[group]] -= 1
+        del self._instance_of[trajectory]
+        del self._requests[trajectory]
         tokens = sum(turn.tokens for turn in request.turns)
-        total, longest = self._lengths[group]
-        self._lengths[group] = (total + tokens, max(longest, tokens))
+        self.records.generated(self._group(trajectory), tokens)
         self._events.append(
             e.Generated(
                 trajectory=trajectory,
@@ -215,10 +195,10 @@ class SimRuntime:
         )
 
     def _end_tool(self, request: SimRequest) -> None:
-        """The tool's answer is there: KV comes back from host memory, the answer is prefilled, decoding goes on."""
+        """The tool has returned: KV comes back from host memory, the tool's tokens are prefilled, decoding goes on."""
         turn = request.turns[request.turn]
-        instance = self._home.get(request.trajectory)
-        if instance is None:  # it is being moved: it goes on when it has arrived
+        instance = self._instance_of.get(request.trajectory)
+        if instance is None:  # it is being moved; it continues when it has arrived
             self._after(1.0, partial(self._end_tool, request))
             return
         self._touch(instance)
@@ -234,7 +214,7 @@ class SimRuntime:
         )
 
     def _heartbeat(self) -> None:
-        """Every instance says how far it is."""
+        """Every instance reports its progress."""
         for name, instance in self.instances.items():
             tokens = instance.tokens(self.now)
             self._dirty[name] = instance
@@ -273,12 +253,8 @@ class SimRuntime:
         self._touch(instance)
         size = self.config.control.group_size
         group = command.group
-        assert group == len(self._versions)
-        self._versions.append(command.version)
-        self._lengths[group] = (0, 0)
-        self._spans[group] = (self.now, self.now)
-        self._running[command.version] += size
-        # The siblings share their prompt's KV, which is computed once.
+        self.records.admitted(group, command.version, self.now)
+        # The siblings share the KV of their prompt, which is computed once.
         instance.stall(self.now, ActivityLabel.PREFILL, self.costs.prefill(command.prompt.tokens))
         for sibling in range(size):
             turns = self.source.turns(group, sibling)
@@ -290,26 +266,26 @@ class SimRuntime:
                 remaining=turns[0].tokens,
                 slot=command.slot.number,
             )
-            self._settle_in(instance, request)
+            self._add_request(instance, request)
 
     def _resume(self, command: c.Resume) -> None:
         instance = self.instances[command.slot.instance]
-        request = self._where[command.trajectory]
+        request = self._requests[command.trajectory]
         self._touch(instance)
         request.attempt = command.attempt
         request.slot = command.slot.number
         instance.stall(self.now, ActivityLabel.REPREFILL, self.costs.prefill(int(request.context)))
-        self._settle_in(instance, request)
+        self._add_request(instance, request)
 
-    def _settle_in(self, instance: SimInstance, request: SimRequest) -> None:
+    def _add_request(self, instance: SimInstance, request: SimRequest) -> None:
         instance.requests[request.trajectory] = request
-        self._home[request.trajectory] = instance
-        self._where[request.trajectory] = request
+        self._instance_of[request.trajectory] = instance
+        self._requests[request.trajectory] = request
         if not request.parked:
             instance.join(request)
 
     def _move(self, command: c.Move) -> None:
-        """Requests leave with their KV and arrive when it has gone over the link."""
+        """Requests leave with their KV and arrive when it has been sent over the link."""
         source = self.instances[command.source.instance]
         target = self.instances[command.target.instance]
         self._touch(source)
@@ -319,8 +295,8 @@ class SimRuntime:
         if not leaving:
             return
         for request in leaving:
-            source.take_out(request)
-            del self._home[request.trajectory]
+            source.remove(request)
+            del self._instance_of[request.trajectory]
         tokens = int(sum(request.context for request in leaving))
         self.tokens_moved += tokens
         self.moves.append((self.now, command.source, command.target, len(leaving)))
@@ -338,7 +314,7 @@ class SimRuntime:
         target.slot_list[command.target.number].transfers -= 1
         for request in requests:
             request.slot = command.target.number
-            self._settle_in(target, request)
+            self._add_request(target, request)
         self._events.append(
             e.Moved(
                 trajectories=tuple(request.trajectory for request in requests),
@@ -353,8 +329,8 @@ class SimRuntime:
         request = instance.requests.get(command.trajectory)
         if request is not None and request.attempt == command.attempt:
             self._touch(instance)
-            instance.take_out(request)
-            del self._home[request.trajectory]
+            instance.remove(request)
+            del self._instance_of[request.trajectory]
 
     def _slot_idles(self, command: c.SlotIdles) -> None:
         instance = self.instances[command.slot.instance]
@@ -378,8 +354,7 @@ class SimRuntime:
     def _score(self, command: c.Score) -> None:
         event = e.Scored(trajectory=command.trajectory, reward=0.0)
         seconds = self.config.workload.reward_seconds
-        group = command.trajectory // self.config.control.group_size
-        self._spans[group] = (self._spans[group][0], self.now + nanoseconds(seconds))
+        self.records.scored(self._group(command.trajectory), self.now + nanoseconds(seconds))
         if seconds:
             self._after(seconds, partial(self._events.append, event))
         else:
@@ -394,9 +369,12 @@ class SimRuntime:
         free = self._trainer_free
         self._at(free, partial(self._accumulated, command, free))
 
-    def _group_tokens(self, group: int) -> int:
+    def _group(self, trajectory: TrajectoryId) -> GroupId:
+        return trajectory // self.config.control.group_size
+
+    def _group_tokens(self, group: GroupId) -> int:
         prompts = self.source.prompt_tokens(group) * self.config.control.group_size
-        return prompts + self._lengths[group][0]
+        return prompts + self.records.response_tokens(group)
 
     def _accumulated(self, command: c.Accumulate, free: Nanoseconds) -> None:
         self._events.append(e.Accumulated(step=command.step, attempt=command.attempt, groups=len(command.groups)))
@@ -404,16 +382,7 @@ class SimRuntime:
             self.trainer.switch(self.now, Activity(ActivityLabel.IDLE, self._trainer_step, self._trainer_cause))
 
     def _apply(self, command: c.Apply) -> None:
-        staleness = Counter(command.step - self._versions[group] for group in command.groups)
-        lengths = [self._lengths.pop(group) for group in command.groups]
-        spans = [self._spans.pop(group) for group in command.groups]
-        self.steps[command.step] = StepRecord(
-            groups=len(command.groups),
-            tokens=sum(total for total, _ in lengths),
-            longest=max(longest for _, longest in lengths),
-            staleness=staleness,
-            latency=sum(end - start for start, end in spans),
-        )
+        self.records.applied(command.step, command.groups)
         self._trainer_free = max(self._trainer_free, self.now) + nanoseconds(self.config.trainer.fixed_seconds)
         self.trainer.switch(self.now, Activity(ActivityLabel.TRAIN, command.step))
         for instance in self.instances.values():
@@ -434,9 +403,7 @@ class SimRuntime:
         self._after(self.config.trainer.publish_seconds, partial(self._published, command))
 
     def _published(self, command: c.Publish) -> None:
-        self.versions_live[command.version] = sum(1 for count in self._running.values() if count)
-        if command.version - 1 in self.steps:
-            self.steps[command.version - 1].finished_at = self.now
+        self.records.published(command.version, self.now)
         self.trainer.switch(self.now, Activity(ActivityLabel.IDLE, command.version, self._trainer_cause))
         self._events.append(
             e.Published(version=command.version, attempt=command.attempt, fingerprint=fingerprint(command.version))

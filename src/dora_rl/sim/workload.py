@@ -1,7 +1,7 @@
-"""Where trajectories' lengths come from: a lognormal with alike siblings, or a trace of real ones.
+"""Lengths of simulated trajectories: a lognormal distribution with correlated siblings, or a trace of real ones.
 
-A workload is a pure function of the seed, the prompt's number and the sibling: every mode of a comparison gets the
-same work, whatever order it is taken in. Lengths are drawn in blocks of prompts, each with a generator of its own.
+A workload is a pure function of the seed, the prompt's number and the sibling, so every mode of a comparison gets the
+same work in whatever order it takes it. Lengths are drawn in blocks of prompts, each with a separate generator.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from dora_rl.core.errors import ConfigError, TraceError
 from dora_rl.sim.config import Workload
 
 _BLOCK = 1024
-"""Prompts per block: large enough that drawing costs nothing per prompt."""
+"""Prompts per block, large enough that the cost of drawing per prompt is negligible."""
 
 
 class SimTurn(NamedTuple):
-    """Tokens to sample, then a tool call (none after the last turn)."""
+    """Tokens to sample, followed by a tool call, except after the last turn."""
 
     tokens: int
     tool_seconds: float
@@ -38,7 +38,7 @@ class TraceLine(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
 
 
 def read_trace(path: Path) -> list[list[TraceLine]]:
-    """The groups of a trace, in order; lines without a group are groups of their own."""
+    """Read the groups of a trace, in order; a line without a group is a group by itself."""
     groups: dict[str | int, list[TraceLine]] = {}
     try:
         with path.open("rb") as file:
@@ -66,7 +66,7 @@ def _read_line(path: Path, number: int, line: bytes) -> TraceLine:
 
 
 class Source:
-    """Draws the work of prompts."""
+    """Draws the lengths and tool calls of prompts."""
 
     def __init__(self, workload: Workload, group_size: int, longest: int, seed: int) -> None:
         self._workload = workload
@@ -91,7 +91,7 @@ class Source:
         return int(lengths[row, sibling])
 
     def turns(self, prompt: int, sibling: int) -> list[SimTurn]:
-        """What the trajectory will do."""
+        """The turns of a trajectory."""
         tokens = self.response_tokens(prompt, sibling)
         workload = self._workload
         count = min(workload.turns, tokens)
@@ -99,12 +99,12 @@ class Source:
             return [SimTurn(tokens, 0.0, 0)]
         random = np.random.default_rng((self._seed, 1, prompt, sibling))
         waits = workload.tool_seconds * np.exp(random.standard_normal(count - 1))
-        each = tokens // count
-        turns = [SimTurn(each, float(wait), workload.tool_tokens) for wait in waits]
-        return [*turns, SimTurn(tokens - each * (count - 1), 0.0, 0)]
+        per_turn = tokens // count
+        turns = [SimTurn(per_turn, float(wait), workload.tool_tokens) for wait in waits]
+        return [*turns, SimTurn(tokens - per_turn * (count - 1), 0.0, 0)]
 
     def sample(self, prompts: int) -> np.ndarray:
-        """Response lengths of the first prompts, one row each."""
+        """Response lengths of the first prompts, one row per prompt."""
         return np.array([[self.response_tokens(p, s) for s in range(self._size)] for p in range(prompts)])
 
     def _draw(self, block: int) -> np.ndarray:
@@ -114,12 +114,13 @@ class Source:
         else:
             lengths = np.empty((_BLOCK, self._size))
             for row in range(_BLOCK):
-                members = [traced.response_tokens for traced in self._groups[self._trace_group(block * _BLOCK + row)]]
-                lengths[row] = random.choice(members, self._size, replace=len(members) < self._size)
+                group = self._groups[self._trace_group(block * _BLOCK + row)]
+                observed = [traced.response_tokens for traced in group]
+                lengths[row] = random.choice(observed, self._size, replace=len(observed) < self._size)
         return np.asarray(np.clip(np.rint(lengths), 1, self._longest), dtype=np.int64)
 
     def _trace_group(self, prompt: int) -> int:
-        """Traces are walked in a shuffled order, anew for each epoch."""
+        """The group of the trace for a prompt; the groups are shuffled again for each epoch."""
         assert self._groups is not None
         epoch, position = divmod(prompt, len(self._groups))
         if epoch not in self._orders:
@@ -127,13 +128,13 @@ class Source:
         return int(self._orders[epoch][position])
 
     def _lognormal(self, random: np.random.Generator, mu: float, prompts: int) -> np.ndarray:
-        alike = self._workload.group_correlation
-        between = random.standard_normal((prompts, 1)) * math.sqrt(alike)
-        within = random.standard_normal((prompts, self._size)) * math.sqrt(1 - alike)
+        correlation = self._workload.group_correlation
+        between = random.standard_normal((prompts, 1)) * math.sqrt(correlation)
+        within = random.standard_normal((prompts, self._size)) * math.sqrt(1 - correlation)
         return np.asarray(np.exp(mu + self._workload.sigma * (between + within)))
 
     def _fit_mu(self) -> float:
-        """The location for which the clipped mean is as asked, by bisection on a fixed sample."""
+        """The location for which the clipped mean is `mean_tokens`, by bisection on a fixed sample."""
         mean = self._workload.mean_tokens
         if mean >= self._longest:
             raise ConfigError(
