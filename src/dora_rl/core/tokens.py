@@ -139,9 +139,12 @@ def joined(chunks: Iterable[TokenChunk]) -> Iterator[TokenChunk]:
 
 def _continues(before: TokenChunk, chunk: TokenChunk) -> bool:
     return (
-        chunk.start == before.end
-        and (chunk.trajectory, chunk.attempt, chunk.version) == (before.trajectory, before.attempt, before.version)
-        and (chunk.sampled, chunk.expert_shape) == (before.sampled, before.expert_shape)
+        chunk.start == before.start + len(before.token_data) // TOKEN_BYTES
+        and chunk.trajectory == before.trajectory
+        and chunk.attempt == before.attempt
+        and chunk.version == before.version
+        and chunk.sampled == before.sampled
+        and chunk.expert_shape == before.expert_shape
         and not chunk.prompt_expert_data
         and bool(chunk.expert_data) == bool(before.expert_data)
         and bool(chunk.model_logprob_data) == bool(before.model_logprob_data)
