@@ -220,7 +220,7 @@ def ledger(folder: Path, data: bytes) -> None:
     except (LedgerError, IntegrityError):
         return
     try:
-        opened.compare()
+        opened.check_tables()
         for trajectory in range(4):
             opened.trajectory(trajectory)
     except DoraError:

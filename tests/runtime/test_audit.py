@@ -11,16 +11,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dora_rl.apps.audit import audited, verdict
+from dora_rl.apps.audit import audited, conclusion
 from dora_rl.core import commands as c
 from dora_rl.core import events as e
 from dora_rl.core.types import Prompt, SlotId
 from dora_rl.ledger.audit import audit
 from dora_rl.ledger.auditor import Auditor, Terms
-from dora_rl.ledger.ledger import Logged, read_events
+from dora_rl.ledger.ledger import read_events
 from dora_rl.ledger.schema import TABLES
-from dora_rl.ledger.tables import derive
-from dora_rl.ledger.writer import chain
+from dora_rl.ledger.tables import TableProjection
+from dora_rl.ledger.writer import LoggedEvent, chain
 from dora_rl.runtime.provenance import config_digest
 from dora_rl.runtime.run_dir import RunDir
 from tests.fuzz import sound_ledger
@@ -45,7 +45,7 @@ def test_real_runs_pass(finished: dict[str, RunDir], mode: str) -> None:
     assert found.problems == []
     assert found.finished
     assert found.steps == 3
-    assert verdict(found).startswith("kept")
+    assert conclusion(found).startswith("kept")
 
 
 @pytest.fixture
@@ -81,13 +81,13 @@ ROWS = {
     "tokens": ("(trajectory, start) = (SELECT trajectory, max(start) FROM tokens)", "logprobs = zeroblob(4)"),
     "ended": ("trajectory = (SELECT max(trajectory) FROM ended)", "reason = 'environment'"),
     "steps": ("step = 1", "fingerprint = 'other'"),
-    "notes": ("number = 1", "note = CAST(replace(CAST(note AS TEXT), '0.001', '0.002') AS BLOB)"),
+    "records": ("number = 1", "record = CAST(replace(CAST(record AS TEXT), '0.001', '0.002') AS BLOB)"),
 }
 NAMED = {
     "events": "event",
     "tokens": "trajectory",
     "ended": "trajectory",
-    "notes": "note 1 was changed",
+    "records": "record 1 was changed",
 }
 
 
@@ -121,14 +121,16 @@ COPIES = {
     "experts_per_token, digest",
     "ended": "SELECT 999, reason, digest",
     "steps": "SELECT 999, applied_at, published_at, fingerprint",
-    "notes": "SELECT (SELECT max(number) + 1 FROM notes), at, note, chain",
+    "records": "SELECT (SELECT max(number) + 1 FROM records), at, record, chain",
 }
 
 
 @pytest.mark.parametrize("table", ROWS)
 def test_doubled_row_is_named(doctored: RunDir, table: str) -> None:
     change(doctored, f"INSERT INTO {table} {COPIES[table]} FROM {table} WHERE {ROWS[table][0]}")
-    assert any("note" in one for one in audited(doctored).problems) if table == "notes" else problems(doctored, table)
+    assert (
+        any("record" in one for one in audited(doctored).problems) if table == "records" else problems(doctored, table)
+    )
 
 
 # Two rows change places.
@@ -213,8 +215,10 @@ def forge(folder: RunDir, edit: Edit) -> None:
         connection.execute("UPDATE events SET event = ?, commands = ?, chain = ? WHERE seq = ?", row)
     ours = sqlite3.connect(":memory:")
     ours.executescript(TABLES)
-    for logged in list(read_events(connection)):
-        for statement, values in derive(logged.event, list(logged.commands), logged.at, 2):
+    tables = TableProjection(2)
+    for entry in list(read_events(connection)):
+        tables.apply(entry.event, entry.commands, entry.at)
+        for statement, values in tables.take():
             ours.execute(statement, values)
     for table in ("moves", "steps", "trajectories", "groups", "prompts"):
         connection.execute(f"DELETE FROM {table}")
@@ -276,7 +280,7 @@ FORGERIES: dict[str, tuple[Edit, str]] = {
     ),
     "a prompt admitted twice": (
         once(rb'("StartGroup","group":1,"prompt":\{"key":")[^"]+', lambda found: found[1] + b"no such", commands=True),
-        "never handed out",
+        "never offered",
     ),
 }
 
@@ -310,14 +314,14 @@ def test_decisions_of_another_configuration_are_named(doctored: RunDir) -> None:
     """Also where the ledger itself says that it was another, with a chain and a digest that fit."""
     connection = sqlite3.connect(doctored.ledger)
     link = b""
-    for number, at, body in connection.execute("SELECT number, at, note FROM notes").fetchall():
-        note = msgspec.json.decode(body)
-        if note["type"] == "Configured":
-            note["config"]["control"]["max_staleness"] = 0
-            note["digest"] = config_digest(note["base"], note["config"])
-        forged = msgspec.json.encode(note)
+    for number, at, body in connection.execute("SELECT number, at, record FROM records").fetchall():
+        record = msgspec.json.decode(body)
+        if record["type"] == "Configured":
+            record["config"]["control"]["max_staleness"] = 0
+            record["digest"] = config_digest(record["base"], record["config"])
+        forged = msgspec.json.encode(record)
         link = chain(link, number, at, forged, b"")
-        connection.execute("UPDATE notes SET note = ?, chain = ? WHERE number = ?", (forged, link, number))
+        connection.execute("UPDATE records SET record = ?, chain = ? WHERE number = ?", (forged, link, number))
     connection.commit()
     connection.close()
     found = audited(doctored).problems
@@ -329,7 +333,7 @@ def test_decisions_of_another_configuration_are_named(doctored: RunDir) -> None:
 
 
 def bound_problems(version: int, step: int, staleness: int, raised: int | None = None) -> list[str]:
-    """What the witness says of one group of a version that is trained in a step."""
+    """What the auditor reports of one group of a version that is trained in a step."""
     prompt, slot = Prompt(key="p", tokens=1), SlotId("i0.1", 0)
     served = e.Generated(
         trajectory=0, attempt=0, instance="i0.1", version=version, fingerprint="f", tokens=1, kv_tokens=0
@@ -346,10 +350,10 @@ def bound_problems(version: int, step: int, staleness: int, raised: int | None =
         (served, []),
         (e.Scored(trajectory=0, reward=1.0), [c.Apply(step=step, attempt=1, groups=(0,))]),
     ]
-    witness = Auditor(Terms(1, 1, staleness, False, None))
+    auditor = Auditor(Terms(1, 1, staleness, False, None))
     for seq, (event, commands) in enumerate(story, 1):
-        witness.observe(Logged(seq, seq, event, commands))  # type: ignore[arg-type]
-    return [problem for problem in witness.problems if "the bound is" in problem]
+        auditor.observe(LoggedEvent(seq, seq, event, commands))
+    return [problem for problem in auditor.problems if "the bound is" in problem]
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 4])

@@ -20,7 +20,7 @@ from dora_rl.ledger.audit import compare_tables
 from dora_rl.ledger.ledger import Ledger, SchemaError, connect, read_events, read_tokens
 from dora_rl.ledger.schema import SCHEMA_VERSION
 from dora_rl.ledger.tables import BARRIERS, GENERATED, SCORED, Statement
-from dora_rl.ledger.writer import gathered, token_chunk, token_rows
+from dora_rl.ledger.writer import reordered, token_chunk, token_rows
 
 SLOT = SlotId("i0.1", 0)
 
@@ -115,7 +115,7 @@ changes = st.one_of(
 @settings(deadline=None, max_examples=60)
 @given(st.lists(changes, max_size=12))
 def test_reports_brought_together_mean_the_same(changes: list[Statement]) -> None:
-    assert table(list(gathered(changes))) == table(changes)
+    assert table(list(reordered(changes))) == table(changes)
 
 
 def log(ledger: Ledger, event: e.Event, *commands: c.Command) -> None:
@@ -184,16 +184,16 @@ def test_an_event_is_durable_only_when_the_disk_has_it(tmp_path: Path) -> None:
         made.append(Refusing(connect(path)))
         return made[0]  # type: ignore[return-value]
 
-    ledger = Ledger(path, 2, woken=woken.set, opened=opened)
+    ledger = Ledger(path, 2, notify=woken.set, open_connection=opened)
     log(ledger, e.Tick())
     ledger.sync()
     assert woken.wait(600)
-    assert "full" in ledger.trouble
+    assert "full" in ledger.write_error
     assert (ledger.seq, ledger.durable) == (1, 0)
     made[0].full = False
     while ledger.durable == 0:
         assert woken.wait(600)
-    assert ledger.trouble == ""
+    assert ledger.write_error == ""
     reader = sqlite3.connect(path)
     assert [one.seq for one in read_events(reader)] == [1]
     reader.close()

@@ -15,7 +15,7 @@ import pytest
 from dora_rl.apps.audit import audited
 from dora_rl.core.errors import UserError
 from dora_rl.ledger.ledger import Ledger
-from dora_rl.ledger.notes import CheckpointSaved, Configured, FilesSeen, SettingChanged
+from dora_rl.ledger.run_records import CheckpointSaved, Configured, FilesSeen, SettingChanged
 from dora_rl.runtime.checkpoint_manifest import checkpoint_names
 from dora_rl.runtime.provenance import Provenance
 from dora_rl.runtime.run_dir import RunDir
@@ -92,8 +92,8 @@ def test_a_change_that_is_allowed_is_written_down(host: Host, copy: RunDir) -> N
     outcome = host.start(copy, settings=["rollout.instances=3", "mismatch.warn=0.5"]).wait()
     assert outcome["code"] == 0
     assert "rollout.instances: 2 -> 3" in outcome["notices"]
-    notes = [one.note for one in audited(copy).notes]
-    found = {note.key: (note.before, note.after) for note in notes if isinstance(note, SettingChanged)}
+    records = [one.record for one in audited(copy).records]
+    found = {record.key: (record.before, record.after) for record in records if isinstance(record, SettingChanged)}
     assert found == {"rollout.instances": (2, 3), "mismatch.warn": (None, 0.5)}
     assert figures(copy)["rollout.instances changed"].startswith("2 -> 3, 20")
     assert audited(copy).problems == []
@@ -102,7 +102,7 @@ def test_a_change_that_is_allowed_is_written_down(host: Host, copy: RunDir) -> N
 
 
 def test_the_ledger_has_the_config_from_the_start(finished: RunDir) -> None:
-    first = audited(finished).notes[0].note
+    first = audited(finished).records[0].record
     assert isinstance(first, Configured)
     assert first.config == finished.settings()
     assert figures(finished)["configuration, digest"] == first.digest[:16]
@@ -148,7 +148,7 @@ def task(base: Path, tmp_path: Path) -> Task:
 
 def test_all_files_that_a_run_reads_are_seen(task: Task) -> None:
     task.start()
-    (seen,) = [one.note for one in audited(task.folder).notes if isinstance(one.note, FilesSeen)]
+    (seen,) = [one.record for one in audited(task.folder).records if isinstance(one.record, FilesSeen)]
     assert sorted(seen.code) == ["helper.py", "reward.py"], "a module that the reward imports belongs to it"
     assert sorted(seen.data) == ["rows.jsonl"]
     assert {"model/config.json", "model/model.safetensors", "model/tokenizer.json"} <= seen.model.keys()
@@ -222,20 +222,20 @@ def test_a_checkpoint_from_elsewhere_is_named(copy: RunDir) -> None:
 
 def forget_last_checkpoint(folder: RunDir) -> str:
     """As if the supervisor was killed between the checkpoint and the ledger's next write."""
-    saved = [one for one in audited(folder).notes if isinstance(one.note, CheckpointSaved)]
+    saved = [one for one in audited(folder).records if isinstance(one.record, CheckpointSaved)]
     connection = sqlite3.connect(folder.ledger)
-    connection.execute("DELETE FROM notes WHERE number >= ?", (saved[-1].number,))
+    connection.execute("DELETE FROM records WHERE number >= ?", (saved[-1].number,))
     connection.commit()
     connection.close()
-    assert isinstance(saved[-1].note, CheckpointSaved)
-    return saved[-1].note.name
+    assert isinstance(saved[-1].record, CheckpointSaved)
+    return saved[-1].record.name
 
 
 def test_a_checkpoint_that_the_ledger_missed_is_recorded_on_resume(host: Host, copy: RunDir) -> None:
     name = forget_last_checkpoint(copy)
     assert audited(copy).problems == [], "it vouches for itself"
     assert host.start(copy).wait()["code"] == 0
-    last = audited(copy).notes[-1].note
+    last = audited(copy).records[-1].record
     assert isinstance(last, CheckpointSaved)
     assert last.name == name
     assert audited(copy).problems == []
@@ -247,7 +247,7 @@ def test_a_checkpoint_whose_trainer_is_lost_before_it_reports_is_recorded_by_the
     run = host.start(make_run(base, "unreported", tree), wire=wire)
     assert broken(run, run.wait(), 4) == []
     assert fault_happened(run, "unreported")
-    saved = [one.note.name for one in audited(run.folder).notes if isinstance(one.note, CheckpointSaved)]
+    saved = [one.record.name for one in audited(run.folder).records if isinstance(one.record, CheckpointSaved)]
     assert len(saved) == len(set(saved)), "one that is known was recorded again, so that it vouches for itself"
 
 

@@ -11,7 +11,7 @@ from dora_rl.apps.audit import audited
 from dora_rl.core import events as e
 from dora_rl.core.errors import UserError
 from dora_rl.ledger.ledger import connect, read_events
-from dora_rl.ledger.notes import SettingChanged
+from dora_rl.ledger.run_records import SettingChanged
 from dora_rl.runtime.run_dir import RunDir
 from dora_rl.runtime.supervisor.scaling import scale
 from tests.runtime.checks import broken, wait_for, wait_for_events
@@ -46,8 +46,8 @@ def test_instances_join_and_leave_in_mid_run(host: Host, base: Path) -> None:
     assert broken(run, outcome, steps) == []
     assert {name.partition(".")[0] for name in instances(run.folder)[1]} == {"i1", "i2", "i3"}
     assert sum("leaves" in notice for notice in outcome["notices"]) == 3
-    notes = [one.note for one in audited(run.folder).notes]
-    changes = [(one.key, one.before, one.after) for one in notes if isinstance(one, SettingChanged)]
+    records = [one.record for one in audited(run.folder).records]
+    changes = [(one.key, one.before, one.after) for one in records if isinstance(one, SettingChanged)]
     assert changes == [("rollout.instances", 2, 4), ("rollout.instances", 4, 1)]
 
 

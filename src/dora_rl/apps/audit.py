@@ -20,8 +20,9 @@ from dora_rl.core.file_digests import bytes_digest
 from dora_rl.ledger.audit import Audit, Named
 from dora_rl.ledger.audit import audit as read
 from dora_rl.ledger.auditor import Terms
-from dora_rl.ledger.ledger import LedgerError, Logged, SchemaError, connect, read_notes
-from dora_rl.ledger.notes import CheckpointSaved, Configured, Noted, SettingChanged
+from dora_rl.ledger.ledger import LedgerError, SchemaError, connect, read_records
+from dora_rl.ledger.run_records import CheckpointSaved, Configured, RecordedAt, SettingChanged
+from dora_rl.ledger.writer import LoggedEvent
 from dora_rl.orchestrator.config import ControlConfig
 from dora_rl.orchestrator.orchestrator import Orchestrator
 from dora_rl.runtime.checkpoint_manifest import checkpoint_problems, policy
@@ -44,7 +45,7 @@ def audit(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> None
     console.print(table)
     for problem in found.problems:
         console.print(f"- {problem}", highlight=False, markup=False, soft_wrap=True)
-    console.print(verdict(found), highlight=False)
+    console.print(conclusion(found), highlight=False)
     if found.problems:
         sys.exit(1)
 
@@ -56,10 +57,10 @@ def audited(folder: RunDir) -> Audit:
     problem = _replayed(control, found.log)
     found.problems += [problem] if problem else []
     found.figures.append(Named("replayed with the same decisions", "no" if problem else "yes"))
-    notes = [noted.note for noted in found.notes]
-    found.problems += config_problems(notes, str(folder.base()), folder.settings())
-    found.problems += checkpoint_problems(notes, folder.checkpoints, found.steps, going_on=going_on(folder))
-    found.figures += _noted(found.notes)
+    records = [recorded.record for recorded in found.records]
+    found.problems += config_problems(records, str(folder.base()), folder.settings())
+    found.problems += checkpoint_problems(records, folder.checkpoints, found.steps, going_on=going_on(folder))
+    found.figures += _record_figures(found.records)
     return found
 
 
@@ -68,7 +69,7 @@ def _promised(folder: RunDir) -> ControlConfig:
     try:
         connection = connect(folder.ledger)
         try:
-            begun = next((one.note for one in read_notes(connection) if isinstance(one.note, Configured)), None)
+            begun = next((one.record for one in read_records(connection) if isinstance(one.record, Configured)), None)
         finally:
             connection.close()
     except SchemaError:
@@ -79,18 +80,18 @@ def _promised(folder: RunDir) -> ControlConfig:
     return build(ControlConfig, settings.get("control", {}), str(folder.config if begun is None else folder.ledger))
 
 
-def _noted(notes: list[Noted]) -> Iterator[Named]:
-    """What is in the ledger besides events."""
-    for one in notes:
-        if isinstance(one.note, Configured):
-            yield Named("configuration, digest", one.note.digest[:16])
-    for one in notes:
-        if isinstance(one.note, SettingChanged):
-            change = f"{json.dumps(one.note.before)} -> {json.dumps(one.note.after)}, {one.note.utc}"
-            yield Named(f"  {one.note.key} changed", change)
-    for text in files_changed(notes):
+def _record_figures(records: list[RecordedAt]) -> Iterator[Named]:
+    """Figures of the run records."""
+    for one in records:
+        if isinstance(one.record, Configured):
+            yield Named("configuration, digest", one.record.digest[:16])
+    for one in records:
+        if isinstance(one.record, SettingChanged):
+            change = f"{json.dumps(one.record.before)} -> {json.dumps(one.record.after)}, {one.record.utc}"
+            yield Named(f"  {one.record.key} changed", change)
+    for text in files_changed(records):
         yield Named("  a file that the run reads changed", text)
-    saved = [one.note for one in notes if isinstance(one.note, CheckpointSaved)]
+    saved = [one.record for one in records if isinstance(one.record, CheckpointSaved)]
     yield Named("checkpoints saved", f"{len(saved):,}")
     if saved:
         digest = bytes_digest(
@@ -99,8 +100,8 @@ def _noted(notes: list[Noted]) -> Iterator[Named]:
         yield Named("policy of the last, digest", digest[:16])
 
 
-def verdict(found: Audit) -> str:
-    """One line."""
+def conclusion(found: Audit) -> str:
+    """The result of an audit in one line."""
     if found.problems:
         return f"broken: {len(found.problems)} of the run's promises, see above"
     state = "finished" if found.finished else "not finished"
@@ -112,13 +113,13 @@ def terms(control: ControlConfig) -> Terms:
     return Terms(
         groups_per_step=control.groups_per_step,
         group_size=control.group_size,
-        staleness=control.staleness,
-        mixes=control.mode_spec.mixes_versions,
+        max_staleness=control.staleness,
+        mixes_versions=control.mode_spec.mixes_versions,
         steps=control.steps,
     )
 
 
-def _replayed(control: ControlConfig, log: list[Logged]) -> str:
+def _replayed(control: ControlConfig, log: list[LoggedEvent]) -> str:
     """Where a fresh orchestrator decides otherwise; empty if nowhere."""
     try:
         deque(replay(Orchestrator(control), log), maxlen=0)

@@ -43,6 +43,14 @@ class Runtime(Protocol):
         ...
 
 
+class Projection(Protocol):
+    """State that is derived from the event log, one event at a time: the same code live and when a run is resumed."""
+
+    def apply(self, event: Event, commands: Sequence[Command], at: Nanoseconds) -> None:
+        """Take in an event, the commands that the orchestrator answered it with, and the time of the event."""
+        ...
+
+
 def drive(machine: StateMachine, runtime: Runtime) -> None:
     """Feed events to the state machine and its commands to the runtime until the runtime ends the run."""
     while (arrived := runtime.next_event(machine.wake_at())) is not None:

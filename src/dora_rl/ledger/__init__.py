@@ -1,1 +1,1 @@
-"""The durable record of what became of every prompt."""
+"""The durable record of a run: its event log, its tokens and where they come from."""

@@ -1,7 +1,10 @@
-"""What became of every group, worked out from events and commands alone.
+"""An independent check of a run: follows every group through the event log and reports broken promises.
 
-A group is trained by step n once `Apply` named it for step n and version n + 1 was published in answer. What is said
-twice must be said alike: a step that is trained again after a crash keeps its groups.
+The auditor reads only events and commands. It shares no code with the orchestrator or the projections, so an error in
+either of them can't hide itself.
+
+Step n has trained a group once `Apply` named the group for step n and version n + 1 was published in answer. Repeated
+commands must agree: a step that is trained again after a crash keeps its groups.
 """
 
 from __future__ import annotations
@@ -9,34 +12,36 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from dora_rl.core import commands as c
 from dora_rl.core import events as e
 from dora_rl.core.types import Attempt, Fingerprint, GroupId, Nanoseconds, StepId, TrajectoryId, Version
-from dora_rl.ledger.ledger import Logged
+from dora_rl.ledger.writer import LoggedEvent
+
+Outcome = Literal["trained", "failed", "live"]
 
 
 class Terms(NamedTuple):
-    """What the run has promised, from its configuration."""
+    """What the configuration of a run promises."""
 
     groups_per_step: int
     group_size: int
-    staleness: int
-    mixes: bool
+    max_staleness: int
+    mixes_versions: bool
     """Mode `partial`: a trajectory may have tokens of several versions."""
     steps: int | None
-    """How many were asked for; None: as many as the prompts give."""
+    """The number of steps that was asked for; None: as many as the prompts suffice for."""
 
 
-class Fate(NamedTuple):
-    """A trajectory, as far as what it said is concerned."""
+class ExpectedTokens(NamedTuple):
+    """What the ledger must have of the tokens of one trajectory."""
 
     version: Version
-    tokens: int | None
-    """Of its whole response, if that is known and must be there."""
-    over: bool
-    """Trained, and no checkpoint can ask for it again."""
+    length: int | None
+    """Length of the whole response; None: any number of tokens is right."""
+    deleted: bool
+    """The trajectory was trained and no checkpoint can need it again: its tokens must be gone."""
 
 
 @dataclass(slots=True)
@@ -46,11 +51,11 @@ class _Group:
     bound: int
     ended: set[TrajectoryId] = field(default_factory=set)
     survivors: int = 0
-    verdict: bool = False
+    failed: bool = False
 
 
 class Auditor:
-    """Reads a log from its beginning."""
+    """Reads an event log from its beginning."""
 
     def __init__(self, terms: Terms) -> None:
         self.terms = terms
@@ -66,11 +71,11 @@ class Auditor:
         """Digests of the probes that versions were published with."""
         self.loads = self.probed = self.differing = 0
         self.widest = 0.0
-        """Largest difference between a slot that serves and the trainer."""
+        """Largest difference between a serving slot and the trainer."""
         self.pure = self.mixed = self.failed = 0
         self.moved = self.arrived = self.resumed = self.prefilled = 0
         self.instances_lost = self.trainers_lost = 0
-        self._bound = terms.staleness
+        self._bound = terms.max_staleness
         self._prompts_ended = False
         self._admitted: set[str] = set()
         self._attempts: dict[TrajectoryId, Attempt] = {}
@@ -78,20 +83,20 @@ class Auditor:
         self._generated: dict[TrajectoryId, int] = {}
         self._scored: set[TrajectoryId] = set()
         self._failed: set[TrajectoryId] = set()
-        self._asked: tuple[Version, Attempt] | None = None
+        self._publishing: tuple[Version, Attempt] | None = None
         self._checkpointed: Version = 0
         self._taken: dict[GroupId, StepId] = {}
 
-    # -- what happened ----------------------------------------------------------------------------------------
+    # -- reading the log --------------------------------------------------------------------------------------
 
-    def observe(self, logged: Logged) -> None:
-        """The next line of the log."""
+    def observe(self, entry: LoggedEvent) -> None:
+        """Take in the next entry of the log."""
         self.events += 1
-        if logged.at < self.at:
-            self._blame(f"event {logged.seq}: time ran backwards")
-        self.at = logged.at
-        self._event(logged.event)
-        for command in logged.commands:
+        if entry.at < self.at:
+            self._report(f"event {entry.seq}: time ran backwards")
+        self.at = entry.at
+        self._event(entry.event)
+        for command in entry.commands:
             self._command(command)
 
     def _event(self, event: e.Event) -> None:
@@ -99,12 +104,12 @@ class Auditor:
             case e.PromptsArrived(prompts=prompts, last=last):
                 for prompt in prompts:
                     if prompt.key in self.offered:
-                        self._blame(f"prompt '{prompt.key}' was handed out twice")
+                        self._report(f"prompt '{prompt.key}' was offered twice")
                     self.offered[prompt.key] = None
                 self._prompts_ended = self._prompts_ended or last
             case e.SlotLoaded(slot=slot, version=version, fingerprint=fingerprint):
-                self._prove(f"slot {slot} loaded", version, fingerprint)
-                self._load(event)
+                self._check_fingerprint(f"slot {slot} loaded", version, fingerprint)
+                self._check_load(event)
             case e.SlotLoadFailed(differs=True):
                 self.differing += 1
             case e.Progress(tokens=tokens):
@@ -124,7 +129,7 @@ class Auditor:
                 self._checkpointed = max(self._checkpointed, version)
             case e.TrainerLost():
                 self.trainers_lost += 1
-                self._asked = None
+                self._publishing = None
             case e.InstanceLost():
                 self.instances_lost += 1
             case e.BoundChanged(max_staleness=bound):
@@ -145,81 +150,81 @@ class Auditor:
             case c.Apply():
                 self._apply(command)
             case c.Publish(version=version, attempt=attempt):
-                self._asked = (version, attempt)
+                self._publishing = (version, attempt)
             case c.FailTrajectory(trajectory=trajectory):
                 self._failed.add(trajectory)
                 self.failed += 1
                 self._end(trajectory, survived=False)
             case c.GroupFailed(group=group):
                 if self._known(group):
-                    self.groups[group].verdict = True
+                    self.groups[group].failed = True
             case _:
                 pass
 
     def _start(self, command: c.StartGroup) -> None:
         key = command.prompt.key
         if command.group != len(self.groups):
-            self._blame(f"group {command.group} was admitted as number {len(self.groups)}")
+            self._report(f"group {command.group} was admitted as number {len(self.groups)}")
         if key in self._admitted:
-            self._blame(f"prompt '{key}' was admitted twice")
+            self._report(f"prompt '{key}' was admitted twice")
         if key not in self.offered:
-            self._blame(f"prompt '{key}' was admitted, but never handed out")
+            self._report(f"prompt '{key}' was admitted but never offered")
         if command.version not in self.fingerprints:
-            self._blame(f"group {command.group} was admitted under version {command.version}, which was not published")
+            self._report(f"group {command.group} was admitted under version {command.version}, which was not published")
         self._admitted.add(key)
         self.groups.append(_Group(key, command.version, self._bound))
 
     def _generate(self, event: e.Generated) -> None:
         trajectory = event.trajectory
         if event.attempt != self._attempts.get(trajectory, 0) or trajectory in self._failed:
-            return  # a late report of a former attempt
+            return  # a late report of an earlier attempt
         if trajectory in self._generated or not self._known(trajectory // self.terms.group_size):
             return
         self._generated[trajectory] = event.tokens
-        self._prove(f"trajectory {trajectory} was served", event.version, event.fingerprint)
+        self._check_fingerprint(f"trajectory {trajectory} was served", event.version, event.fingerprint)
         if event.version == self.groups[trajectory // self.terms.group_size].version:
             self.pure += 1
-        elif self.terms.mixes:
+        elif self.terms.mixes_versions:
             self.mixed += 1
         else:
-            self._blame(f"trajectory {trajectory} was served by version {event.version}, not by that of its group")
+            self._report(f"trajectory {trajectory} was served by version {event.version}, which is not its group's")
 
     def _apply(self, command: c.Apply) -> None:
         step, groups = command.step, command.groups
         if step in self.batches:
             if sorted(self.batches[step]) != sorted(groups):
-                self._blame(f"step {step} was trained again with other groups")
+                self._report(f"step {step} was trained again with other groups")
             return
         self.batches[step] = groups
         if len(groups) > self.terms.groups_per_step:
-            self._blame(f"step {step} has {len(groups)} groups, and {self.terms.groups_per_step} are a step")
+            self._report(f"step {step} has {len(groups)} groups, more than the {self.terms.groups_per_step} of a step")
         for group in groups:
             self._check_trained(step, group)
 
     def _check_trained(self, step: StepId, group: GroupId) -> None:
         if not self._known(group):
-            self._blame(f"step {step} trains group {group}, which was never admitted")
+            self._report(f"step {step} trains group {group}, which was never admitted")
             return
         known = self.groups[group]
         if len(known.ended) != self.terms.group_size or not known.survivors:
-            self._blame(f"step {step} trains group {group} before it has ended")
-        if known.verdict:
-            self._blame(f"group {group} has a verdict and is trained in step {step}")
+            self._report(f"step {step} trains group {group} before it has ended")
+        if known.failed:
+            self._report(f"group {group} has failed and is trained in step {step}")
         if not 0 <= step - known.version <= known.bound:
-            self._blame(
+            self._report(
                 f"group {group} of version {known.version} is trained in step {step}: the bound is {known.bound}"
             )
         if group in self._taken:
-            self._blame(f"group {group} is trained in step {self._taken[group]} and again in step {step}")
+            self._report(f"group {group} is trained in step {self._taken[group]} and again in step {step}")
         self._taken.setdefault(group, step)
 
     def _publish(self, event: e.Published) -> None:
-        if self._asked != (event.version, event.attempt) or event.version in self.fingerprints:
+        if self._publishing != (event.version, event.attempt) or event.version in self.fingerprints:
             return
         self.fingerprints[event.version] = event.fingerprint
         self.probes[event.version] = event.probe
         if event.version and event.version - 1 not in self.batches:
-            self._blame(f"version {event.version} was published without a step that leads to it")
+            self._report(f"version {event.version} was published without a step that leads to it")
         for group in self.batches.get(event.version - 1, ()):
             if self._known(group):
                 self.trained[group] = event.version - 1
@@ -230,58 +235,58 @@ class Auditor:
             self.groups[group].ended.add(trajectory)
             self.groups[group].survivors += survived
 
-    def _prove(self, what: str, version: Version, fingerprint: Fingerprint) -> None:
+    def _check_fingerprint(self, what: str, version: Version, fingerprint: Fingerprint) -> None:
         if self.fingerprints.get(version) != fingerprint:
-            self._blame(f"{what} from weights that are not the published version {version}: {fingerprint[:16]}")
+            self._report(f"{what} from weights that are not the published version {version}: {fingerprint[:16]}")
 
-    def _load(self, event: e.SlotLoaded) -> None:
-        """A slot that serves was compared with the probe of its version, and was near enough."""
+    def _check_load(self, event: e.SlotLoaded) -> None:
+        """A slot that serves was compared with the probe of its version, and differed by no more than is allowed."""
         self.loads += 1
         result, published = event.probe, self.probes.get(event.version, "")
         if result is None:
             if published:
-                self._blame(f"slot {event.slot} serves version {event.version}, and was not probed")
+                self._report(f"slot {event.slot} serves version {event.version} and was not probed")
             return
         self.probed += 1
         self.widest = max(self.widest, result.difference, key=lambda gap: math.inf if math.isnan(gap) else gap)
         if result.digest != published:
-            self._blame(
+            self._report(
                 f"slot {event.slot} was compared with another probe than was published with version {event.version}"
             )
         if not result.difference <= result.tolerance:
-            self._blame(
-                f"slot {event.slot} serves version {event.version}, but differs from the trainer by "
+            self._report(
+                f"slot {event.slot} serves version {event.version} but differs from the trainer by "
                 f"{result.difference:.3g}, and {result.tolerance:.3g} is allowed"
             )
 
     def _known(self, group: GroupId) -> bool:
         return 0 <= group < len(self.groups)
 
-    def _blame(self, problem: str) -> None:
+    def _report(self, problem: str) -> None:
         self.problems.append(problem)
 
-    # -- what became of it ------------------------------------------------------------------------------------
+    # -- results ----------------------------------------------------------------------------------------------
 
     @property
     def steps(self) -> int:
-        """Steps whose version is published."""
+        """Number of steps whose version is published."""
         return max(self.fingerprints, default=0)
 
     @property
     def finished(self) -> bool:
-        """All that was asked for is done."""
+        """The run has done all that was asked for."""
         enough = self.terms.steps is not None and self.steps >= self.terms.steps
         exhausted = self._prompts_ended and len(self.offered) == len(self.groups)
         return (enough or exhausted) and all(self.outcome(group) != "live" for group in range(len(self.groups)))
 
-    def outcome(self, group: GroupId) -> str:
-        """What became of a group."""
+    def outcome(self, group: GroupId) -> Outcome:
+        """Whether a group was trained, has failed, or is still live."""
         if group in self.trained:
             return "trained"
-        return "with a verdict" if self.groups[group].verdict else "live"
+        return "failed" if self.groups[group].failed else "live"
 
-    def at_the_end(self) -> Iterator[str]:
-        """What can be said only of the whole log."""
+    def final_problems(self) -> Iterator[str]:
+        """Problems that only the whole log can show."""
         for step in sorted(self.batches)[:-1]:
             if len(self.batches[step]) != self.terms.groups_per_step:
                 yield f"step {step} has {len(self.batches[step])} groups and is not the last"
@@ -290,17 +295,21 @@ class Auditor:
         if self.terms.steps is not None and self.steps == self.terms.steps:
             live = [group for group in range(len(self.groups)) if self.outcome(group) == "live"]
             if live:
-                yield f"all steps are done, and groups {live[:5]} were neither trained nor have a verdict"
+                yield f"all steps are done, and groups {live[:5]} were neither trained nor failed"
 
-    def kept(self) -> set[TrajectoryId]:
-        """Trajectories that have ended and whose tokens must be there."""
-        return {one for one in self._generated if (fate := self.fate(one)) is not None and fate.tokens is not None}
+    def complete(self) -> set[TrajectoryId]:
+        """Trajectories that have ended and whose tokens must all be in the ledger."""
+        return {
+            trajectory
+            for trajectory in self._generated
+            if (expected := self.expected_tokens(trajectory)) is not None and expected.length is not None
+        }
 
-    def fate(self, trajectory: TrajectoryId) -> Fate | None:
-        """Of one trajectory; None: it was never begun."""
+    def expected_tokens(self, trajectory: TrajectoryId) -> ExpectedTokens | None:
+        """What the ledger must have of a trajectory; None: the trajectory was never started."""
         group = trajectory // self.terms.group_size
         if trajectory < 0 or not self._known(group):
             return None
         step = self._taken.get(group)
-        over = step is not None and step < self._checkpointed
-        return Fate(self.groups[group].version, None if over else self._generated.get(trajectory), over)
+        deleted = step is not None and step < self._checkpointed
+        return ExpectedTokens(self.groups[group].version, None if deleted else self._generated.get(trajectory), deleted)

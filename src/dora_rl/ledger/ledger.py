@@ -2,12 +2,12 @@
 
 Invariants:
 - what belongs together is written in one transaction: an event, the commands that answered it, the tokens before it;
-- a batch counts as durable when SQLite has forced it to disk; `durable` is the last event of which that is true;
-- nothing that can't be undone (an optimiser step, a version freed) is begun before the event that asked for it is
-  durable; the runtime waits for that with `sync`;
-- a write that fails (disk full) is kept and tried again; the run waits and says so. Nothing is skipped;
-- a write that can never succeed (damaged file) is `failure`; nothing is durable from then on;
-- what is read is what was written, or `IntegrityError`.
+- a batch is durable when SQLite has forced it to disk; `durable` is the number of the last event in such a batch;
+- nothing that can't be undone (an optimiser step, the freeing of a version) begins before the event that asked for it
+  is durable; the supervisor calls `sync` and waits for that;
+- a write that fails (disk full) is kept and tried again; the run waits and reports it. Nothing is skipped;
+- a write that can never succeed (damaged file) sets `failure`; nothing becomes durable after that;
+- a read returns what was written or raises `IntegrityError`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
@@ -27,25 +26,25 @@ from dora_rl.core.errors import IntegrityError, UserError
 from dora_rl.core.events import AnyEvent, Event
 from dora_rl.core.tokens import TokenChunk
 from dora_rl.core.types import Nanoseconds, TrajectoryId
-from dora_rl.ledger.notes import AnyNote, CheckpointSaved, Noted
+from dora_rl.ledger.run_records import AnyRunRecord, CheckpointSaved, RecordedAt
 from dora_rl.ledger.schema import SCHEMA_VERSION, TABLES
 from dora_rl.ledger.writer import (
     EventRow,
-    Line,
-    NoteRow,
+    LoggedEvent,
+    PreparedBatch,
     WriteBatch,
     Writer,
     chain,
     digest,
-    notes_tail,
-    tail,
+    events_tail,
+    records_tail,
     token_chunk,
 )
 
 _EVENT = msgspec.json.Decoder(AnyEvent)
-_NOTE = msgspec.json.Decoder(AnyNote)
+_RECORD = msgspec.json.Decoder(AnyRunRecord)
 _COMMANDS = msgspec.json.Decoder(list[AnyCommand])
-_PASSING = {
+_TRANSIENT = {
     sqlite3.SQLITE_FULL,
     sqlite3.SQLITE_IOERR,
     sqlite3.SQLITE_BUSY,
@@ -54,19 +53,19 @@ _PASSING = {
     sqlite3.SQLITE_READONLY,
     sqlite3.SQLITE_NOMEM,
 }
-"""Errors that somebody can mend while the run waits."""
+"""Errors whose cause can be removed while the run waits."""
 DAMAGE = (sqlite3.DatabaseError, UnicodeDecodeError)
-"""What reading a damaged ledger raises. The second comes of texts, and of SQLite's own words that quote them."""
+"""What reading a damaged ledger raises; the second comes from texts, and from SQLite's messages that quote them."""
 _SELECT_TOKENS = """
 SELECT trajectory, start, version, tokens, logprobs, sampled, experts, expert_layers, experts_per_token, digest
 FROM tokens WHERE trajectory = ? ORDER BY start
 """
-_SECONDS = "INSERT INTO meta VALUES ('seconds', ?) ON CONFLICT DO UPDATE SET value = excluded.value"
-_GATHER = 0.5
-"""Seconds for which writes are gathered: the most generation that a power loss can cost."""
-_RETRY = 1.0
+_SET_SECONDS = "INSERT INTO meta VALUES ('seconds', ?) ON CONFLICT DO UPDATE SET value = excluded.value"
+_BATCH_SECONDS = 0.5
+"""How long writes are collected: the most generation that a power loss can cost."""
+_RETRY_SECONDS = 1.0
 _WAL_PAGES = 4000
-"""Pages in the log of SQLite before they go to their places: a page that changes often goes there once in 16 MB."""
+"""Pages in SQLite's write-ahead log before a checkpoint: a page that changes often is moved once in 16 MB."""
 
 
 class LedgerError(UserError):
@@ -75,15 +74,6 @@ class LedgerError(UserError):
 
 class SchemaError(LedgerError):
     """A ledger was written by a version of dora-rl that has other tables."""
-
-
-class Logged(NamedTuple):
-    """One line of the event log."""
-
-    seq: int
-    at: Nanoseconds
-    event: AnyEvent
-    commands: list[AnyCommand]
 
 
 class Ledger:
@@ -95,32 +85,34 @@ class Ledger:
         group_size: int,
         *,
         mirror: Path | None = None,
-        woken: Callable[[], None] = lambda: None,
-        opened: Callable[[Path], sqlite3.Connection] | None = None,
+        notify: Callable[[], None] = lambda: None,
+        open_connection: Callable[[Path], sqlite3.Connection] | None = None,
     ) -> None:
         self._path = path
-        self._opened = opened or connect
+        self._open_connection = open_connection or connect
         """How the writer opens the ledger."""
         self._mirror = mirror
-        """The event log for people, written after it is durable."""
+        """The event log as text for people; an event is added once it is durable."""
         self._group_size = group_size
-        self._woken = woken
-        """Called from the writer's thread whenever `durable` has grown."""
+        self._notify = notify
+        """Called from the writer's thread when `durable`, `write_error` or `failure` has changed."""
         self._reader = connect(path, create=True)
         check_pages(self._reader, path)
-        self.seq, _ = tail(self._reader)
+        self.seq, _ = events_tail(self._reader)
+        """Number of the last event."""
         self.durable = self.seq
-        self._noted, _ = notes_tail(self._reader)
-        self.checkpoints = {one.note.name for one in self.notes() if isinstance(one.note, CheckpointSaved)}
-        """Names of the checkpoints that were ever noted, also if they are not written yet."""
+        """Number of the last event that is on disk."""
+        self._last_record, _ = records_tail(self._reader)
+        self.checkpoints = {one.record.name for one in self.records() if isinstance(one.record, CheckpointSaved)}
+        """Names of all checkpoints that were ever recorded, including those that are not written yet."""
         if mirror is not None:
-            self._copy(mirror)
-        self._handing = self._writing = 0.0
-        self.trouble = ""
-        """Why nothing can be written just now."""
+            self._copy_log(mirror)
+        self._append_seconds = self._writer_seconds = 0.0
+        self.write_error = ""
+        """Why writing fails at the moment; it is tried again."""
         self.failure = ""
         """Why nothing will be written any more."""
-        self._before = spent(self._reader)
+        self._earlier_seconds = cpu_seconds(self._reader)
         self._batch = WriteBatch()
         self._lock = threading.Lock()
         self._work = threading.Event()
@@ -130,14 +122,14 @@ class Ledger:
         self._thread.start()
 
     def log(self, event: Event, commands: list[Command], at: Nanoseconds) -> int:
-        """Write down an event and what it was answered with; its number."""
+        """Write an event and the commands that answered it; returns its number."""
         begin = time.thread_time()
         with self._lock:
             self.seq += 1
-            self._batch.lines.append(Line(self.seq, at, event, commands))
+            self._batch.events.append(LoggedEvent(self.seq, at, event, commands))
         if not self._work.is_set():
             self._work.set()
-        self._handing += time.thread_time() - begin
+        self._append_seconds += time.thread_time() - begin
         return self.seq
 
     def append_tokens(self, chunks: Sequence[TokenChunk], ended: Sequence[tuple[TrajectoryId, str]]) -> None:
@@ -146,28 +138,28 @@ class Ledger:
         with self._lock:
             self._batch.tokens += chunks
             self._batch.ended += ended
-        self._handing += time.thread_time() - begin
+        self._append_seconds += time.thread_time() - begin
 
-    def note(self, note: AnyNote, at: Nanoseconds) -> None:
-        """Write down what the run is made from, or has made."""
-        if isinstance(note, CheckpointSaved):
-            self.checkpoints.add(note.name)
+    def record(self, record: AnyRunRecord, at: Nanoseconds) -> None:
+        """Write an input or output of the run."""
+        if isinstance(record, CheckpointSaved):
+            self.checkpoints.add(record.name)
         with self._lock:
-            self._noted += 1
-            self._batch.notes.append(Noted(self._noted, at, note))
+            self._last_record += 1
+            self._batch.records.append(RecordedAt(self._last_record, at, record))
         self._work.set()
 
-    def notes(self) -> list[Noted]:
-        """The notes that are written, each checked against the chain."""
-        return list(read_notes(self._reader))
+    def records(self) -> list[RecordedAt]:
+        """The run records on disk, each checked against the chain."""
+        return list(read_records(self._reader))
 
     @property
     def seconds(self) -> float:
-        """Of processor time spent on the ledger since it was opened: handing over, and all of the writer's thread."""
-        return self._handing + self._writing
+        """Processor time that the ledger has cost since it was opened: calls of its methods and the writer's thread."""
+        return self._append_seconds + self._writer_seconds
 
     def sync(self) -> None:
-        """Write at once, rather than when a batch has gathered; `durable` says when it is done."""
+        """Write now instead of collecting a batch; `durable` tells when that is done."""
         self._urgent.set()
         self._work.set()
 
@@ -178,14 +170,14 @@ class Ledger:
         self._thread.join(timeout=30)
         self._reader.close()
 
-    def events(self) -> Iterator[Logged]:
-        """The event log from its beginning, each line checked against the chain."""
+    def events(self) -> Iterator[LoggedEvent]:
+        """The event log from its beginning, each entry checked against the chain."""
         yield from read_events(self._reader)
 
-    def compare(self) -> None:
-        """Refuse tables that are not what the log says: they would be written on.
+    def check_tables(self) -> None:
+        """Raise `IntegrityError` if the tables differ from what the log gives: the run would build on them.
 
-        The log is read once more rather than kept: what a long run has logged would never leave the memory again.
+        The log is read a second time rather than kept: the log of a long run would stay in memory until the end.
         """
         from dora_rl.ledger.audit import compare_tables
 
@@ -200,75 +192,68 @@ class Ledger:
         """The tokens of a trajectory and why it ended, as far as written; `IntegrityError` if they are damaged."""
         return read_tokens(self._reader, trajectory)
 
-    def _copy(self, mirror: Path) -> None:
-        """Make the event log for people what the ledger says: a crash may have left it behind, or ahead."""
+    def _copy_log(self, mirror: Path) -> None:
+        """Write the text log from the ledger: after a crash it may be behind, or ahead."""
         with contextlib.suppress(OSError), mirror.open("wb") as file:
-            for row in self._reader.execute("SELECT seq, at, event, commands FROM events ORDER BY seq"):
-                file.write(b'{"seq":%d,"at":%d,"event":%s,"commands":%s}\n' % row)
+            for row in self._reader.execute("SELECT seq, at, event, commands, chain FROM events ORDER BY seq"):
+                file.write(EventRow(*row).text())
 
     # -- the writer's thread ----------------------------------------------------------------------------------
 
     def _write(self) -> None:
         try:
-            self._serve(self._opened(self._path))
-        except Exception as error:  # whatever it is, the run must hear of it
+            self._serve(self._open_connection(self._path))
+        except Exception as error:  # whatever it is, the supervisor must learn of it
             self.failure = (
                 f"the ledger {self._path} can't be written any more ({error}); put back a copy of it and resume the run"
             )
-            self._woken()
+            self._notify()
 
     def _serve(self, connection: sqlite3.Connection) -> None:
         writer = Writer(connection, self._group_size)
         while True:
             self._work.wait()
             if not self._closing:
-                self._urgent.wait(_GATHER)
+                self._urgent.wait(_BATCH_SECONDS)
             self._work.clear()
             self._urgent.clear()
             with self._lock:
                 batch, self._batch = self._batch, WriteBatch()
-                upto = self.seq
-            rows, notes = writer.rows(batch.lines), writer.note_rows(batch.notes)
-            if self._commit(connection, writer, batch, rows, notes):
-                writer.written(batch)
-                self.durable = upto
-                self._woken()
-                self._show(rows)
-            self._writing = time.thread_time()
+                last = self.seq
+            prepared = writer.prepare(batch)
+            if self._commit(connection, writer, prepared):
+                writer.committed(prepared)
+                self.durable = last
+                self._notify()
+                self._append_to_mirror(prepared.events)
+            self._writer_seconds = time.thread_time()
             if self._closing and self._batch == WriteBatch():
                 connection.close()
                 return
 
-    def _show(self, rows: list[EventRow]) -> None:
-        """The log for people is made anew whenever the ledger is opened, so it may lack what there is no room for."""
+    def _append_to_mirror(self, rows: list[EventRow]) -> None:
+        """The text log may lack lines that had no room on disk: it is written again when the ledger is opened."""
         if self._mirror is not None and rows:
             with contextlib.suppress(OSError), self._mirror.open("ab") as file:
                 file.write(b"".join([row.text() for row in rows]))
 
-    def _commit(
-        self,
-        connection: sqlite3.Connection,
-        writer: Writer,
-        batch: WriteBatch,
-        rows: list[EventRow],
-        notes: list[NoteRow],
-    ) -> bool:
-        """Write a batch, however long it takes; False if the end of the run came first."""
+    def _commit(self, connection: sqlite3.Connection, writer: Writer, batch: PreparedBatch) -> bool:
+        """Write a batch, however long it takes; False if the run ended before that."""
         while True:
             try:
                 with connection:
-                    writer.write(batch, rows, notes)
-                    connection.execute(_SECONDS, (f"{self._before + self.seconds:.3f}",))
-                self.trouble = ""
+                    writer.write(batch)
+                    connection.execute(_SET_SECONDS, (f"{self._earlier_seconds + self.seconds:.3f}",))
+                self.write_error = ""
                 return True
             except sqlite3.OperationalError as error:
-                if error.sqlite_errorcode & 0xFF not in _PASSING:
+                if error.sqlite_errorcode & 0xFF not in _TRANSIENT:
                     raise
-                self.trouble = f"the ledger {self._path} can't be written ({error}); free some space, the run waits"
-                self._woken()
+                self.write_error = f"the ledger {self._path} can't be written ({error}); free some space, the run waits"
+                self._notify()
                 if self._closing:
                     return False
-                time.sleep(_RETRY)
+                time.sleep(_RETRY_SECONDS)
 
 
 def connect(path: Path, *, create: bool = False) -> sqlite3.Connection:
@@ -318,8 +303,8 @@ def check_pages(connection: sqlite3.Connection, path: Path) -> None:
         raise LedgerError(f"{path} is damaged: {found[0]}; put back a copy of it")
 
 
-def read_events(connection: sqlite3.Connection) -> Iterator[Logged]:
-    """The event log, each line checked against the chain; raises `IntegrityError` where it was tampered with."""
+def read_events(connection: sqlite3.Connection) -> Iterator[LoggedEvent]:
+    """The event log, each entry checked against the chain; raises `IntegrityError` where it was changed."""
     last, link = 0, b""
     try:
         for seq, at, event, commands, claimed in connection.execute("SELECT * FROM events ORDER BY seq"):
@@ -327,23 +312,25 @@ def read_events(connection: sqlite3.Connection) -> Iterator[Logged]:
             if seq != last + 1 or link != claimed:
                 raise IntegrityError(f"the event log is not what was written: event {last + 1} was changed or removed")
             last = seq
-            yield Logged(seq, at, _EVENT.decode(event), _COMMANDS.decode(commands))
+            yield LoggedEvent(seq, at, _EVENT.decode(event), _COMMANDS.decode(commands))
     except (*DAMAGE, msgspec.DecodeError, TypeError) as error:
         raise IntegrityError(f"the event log is damaged after event {last}: {error}") from error
 
 
-def read_notes(connection: sqlite3.Connection) -> Iterator[Noted]:
-    """The run's notes, each checked against the chain; raises `IntegrityError` where they were tampered with."""
+def read_records(connection: sqlite3.Connection) -> Iterator[RecordedAt]:
+    """The run records, each checked against the chain; raises `IntegrityError` where they were changed."""
     last, link = 0, b""
     try:
-        for number, at, note, claimed in connection.execute("SELECT * FROM notes ORDER BY number"):
-            link = chain(link, number, at, note, b"")
+        for number, at, record, claimed in connection.execute("SELECT * FROM records ORDER BY number"):
+            link = chain(link, number, at, record, b"")
             if number != last + 1 or link != claimed:
-                raise IntegrityError(f"the notes of the run are not what was written: note {last + 1} was changed")
+                raise IntegrityError(
+                    f"the run records are not what was written: record {last + 1} was changed or removed"
+                )
             last = number
-            yield Noted(number, at, _NOTE.decode(note))
+            yield RecordedAt(number, at, _RECORD.decode(record))
     except (*DAMAGE, msgspec.DecodeError, TypeError) as error:
-        raise IntegrityError(f"the notes of the run are damaged after note {last}: {error}") from error
+        raise IntegrityError(f"the run records are damaged after record {last}: {error}") from error
 
 
 def read_tokens(connection: sqlite3.Connection, trajectory: TrajectoryId) -> tuple[list[TokenChunk], str | None]:
@@ -362,7 +349,7 @@ def read_tokens(connection: sqlite3.Connection, trajectory: TrajectoryId) -> tup
     return chunks, ended[1] if ended else None
 
 
-def spent(connection: sqlite3.Connection) -> float:
-    """Seconds that the ledger has cost so far."""
+def cpu_seconds(connection: sqlite3.Connection) -> float:
+    """Processor seconds that the ledger has cost the run so far."""
     found = connection.execute("SELECT value FROM meta WHERE key = 'seconds'").fetchone()
     return float(found[0]) if found else 0.0

@@ -1,10 +1,11 @@
 """The tables of a ledger.
 
-The event log is the truth that a run is resumed from: it, the notes and the tokens are all that can't be derived.
-The other tables say the same in a form that people and `dora-rl audit` can ask; both are written in one transaction.
+The event log, the run records and the tokens are the primary data: a run is resumed from them, and they can't be
+derived from anything else. The other tables are a projection of the event log that people and `dora-rl audit` can
+query; log and tables are written in one transaction.
 
-Damage is noticed before anything is done with what is damaged: log and notes by their chains, tokens by a digest in
-each row, the other tables by deriving them from the log again.
+Damage is detected before damaged data is used: in the event log and the run records by their digest chains, in the
+tokens by a digest in each row, in the other tables by deriving them from the log again.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ from __future__ import annotations
 SCHEMA_VERSION = 5
 
 TABLES = """
--- Figures about the ledger itself.
+-- Facts about the ledger itself.
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
 
--- Every event that reached the orchestrator, in order, and the commands that it answered with.
--- `chain` is a digest over this row and the chain before it: no row can be changed, added or left out unnoticed.
+-- Every event that reached the orchestrator, in order, and the commands that the orchestrator answered with.
+-- `chain` is a digest of this row and the chain of the row before, so changed, added and removed rows are detected.
 CREATE TABLE events (
     seq INTEGER PRIMARY KEY, at INTEGER NOT NULL, event BLOB NOT NULL, commands BLOB NOT NULL, chain BLOB NOT NULL
 ) STRICT;
 
--- What the run was made from and what it has made (`ledger.notes`), chained like the events.
-CREATE TABLE notes (
-    number INTEGER PRIMARY KEY, at INTEGER NOT NULL, note BLOB NOT NULL, chain BLOB NOT NULL
+-- Inputs and outputs of the run (`ledger.run_records`), chained like the events.
+CREATE TABLE records (
+    number INTEGER PRIMARY KEY, at INTEGER NOT NULL, record BLOB NOT NULL, chain BLOB NOT NULL
 ) STRICT;
 
 CREATE TABLE prompts (key TEXT PRIMARY KEY, number INTEGER NOT NULL UNIQUE, tokens INTEGER NOT NULL) STRICT;
@@ -33,7 +34,7 @@ CREATE TABLE groups (
     prompt TEXT NOT NULL UNIQUE REFERENCES prompts (key),
     version INTEGER NOT NULL,
     admitted_at INTEGER NOT NULL,
-    step INTEGER,           -- that trained it
+    step INTEGER,           -- the step that trained it
     failure TEXT            -- why it was not trained
 ) STRICT;
 
@@ -42,21 +43,21 @@ CREATE TABLE trajectories (
     "group" INTEGER NOT NULL REFERENCES groups (id),
     attempt INTEGER NOT NULL DEFAULT 0,
     instance TEXT,
-    version INTEGER,        -- that served it, as the engine said
+    version INTEGER,        -- the version that served it, as the engine reported
     fingerprint TEXT,
     tokens INTEGER,
     reward REAL,
     failed TEXT             -- why it was not finished
 ) STRICT;
 
--- The tokens of each trajectory so far, a chunk a row; kept until no checkpoint can ask for them again.
+-- The tokens of each trajectory, one chunk per row; kept until no checkpoint can need them again.
 CREATE TABLE tokens (
     trajectory INTEGER NOT NULL REFERENCES trajectories (id),
     start INTEGER NOT NULL,
     version INTEGER NOT NULL,
     tokens BLOB NOT NULL,
     logprobs BLOB NOT NULL,
-    sampled INTEGER NOT NULL,   -- 0: the environment produced them
+    sampled INTEGER NOT NULL,   -- 1: by the policy; 0: from the environment
     experts BLOB NOT NULL,
     expert_layers INTEGER NOT NULL,
     experts_per_token INTEGER NOT NULL,
@@ -75,7 +76,7 @@ CREATE TABLE moves (
     target TEXT NOT NULL,
     begun_at INTEGER NOT NULL,
     ended_at INTEGER,
-    arrived INTEGER         -- 1: with its KV; 0: it went on from its tokens, or stayed
+    arrived INTEGER         -- 1: with its KV cache; 0: it was resumed from its tokens, or stayed
 ) STRICT;
 CREATE INDEX moves_open ON moves (trajectory) WHERE ended_at IS NULL;
 

@@ -1,10 +1,10 @@
-"""A batch for the ledger, and the few statements that write it.
+"""Turns a batch for the ledger into rows, and writes them with a few statements.
 
 Invariants:
-- a batch is written in one transaction, so the order inside it is free as long as a row comes after those that it
-  refers to, and changes to one row keep their order;
-- tokens of a trajectory that follow each other become one row;
-- the tokens of groups that no checkpoint can ask for again are deleted, and nothing else.
+- a batch is written in one transaction, so statements in it may be reordered as long as a row comes after the rows that
+  it refers to, and updates of one row keep their order;
+- chunks of a trajectory that follow each other in a batch become one row;
+- the tokens of groups that no checkpoint can need again are deleted, and nothing else is.
 """
 
 from __future__ import annotations
@@ -23,43 +23,37 @@ from dora_rl.core import commands as c
 from dora_rl.core import events as e
 from dora_rl.core.tokens import TokenChunk, joined
 from dora_rl.core.types import GroupId, Nanoseconds, StepId, TrajectoryId
-from dora_rl.ledger.notes import Noted
-from dora_rl.ledger.tables import BARRIERS, GENERATED, INSERTS, SCORED, Statement, derive
+from dora_rl.ledger.run_records import RecordedAt
+from dora_rl.ledger.tables import BARRIERS, GENERATED, INSERTS, SCORED, Statement, TableProjection
 
 _JSON = msgspec.json.Encoder()
 _PACK = msgspec.msgpack.Encoder()
 _EVENT = "INSERT INTO events VALUES (?, ?, ?, ?, ?)"
-_NOTE = "INSERT INTO notes VALUES (?, ?, ?, ?)"
+_RECORD = "INSERT INTO records VALUES (?, ?, ?, ?)"
 _TOKENS = "INSERT OR IGNORE INTO tokens VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _ENDED = "INSERT OR IGNORE INTO ended VALUES (?, ?, ?)"
-_FORGET = tuple(f"DELETE FROM {table} WHERE trajectory >= ? AND trajectory < ?" for table in ("tokens", "ended"))  # noqa: S608
+_DELETE = tuple(f"DELETE FROM {table} WHERE trajectory >= ? AND trajectory < ?" for table in ("tokens", "ended"))  # noqa: S608
 _TRAINED = """
 SELECT step, id FROM groups
 WHERE step IS NOT NULL AND id >= (SELECT min(trajectory) FROM (SELECT min(trajectory) AS trajectory FROM tokens
 UNION ALL SELECT min(trajectory) FROM ended)) / ?
 """
 
+Row = tuple[Any, ...]
 
-class Line(NamedTuple):
-    """What the event log is to say."""
+
+class LoggedEvent(NamedTuple):
+    """One entry of the event log."""
 
     seq: int
     at: Nanoseconds
     event: e.Event
-    commands: list[c.Command]
-
-
-class NoteRow(NamedTuple):
-    """A note as it is written."""
-
-    number: int
-    at: Nanoseconds
-    note: bytes
-    chain: bytes
+    commands: Sequence[c.Command]
+    """The orchestrator's answer to the event."""
 
 
 class EventRow(NamedTuple):
-    """A line of the event log as it is written."""
+    """A row of the table `events`."""
 
     seq: int
     at: Nanoseconds
@@ -68,117 +62,152 @@ class EventRow(NamedTuple):
     chain: bytes
 
     def text(self) -> bytes:
-        """For people."""
+        """The row as a line of `events.jsonl`."""
         return b'{"seq":%d,"at":%d,"event":%s,"commands":%s}\n' % self[:4]
+
+
+class RecordRow(NamedTuple):
+    """A row of the table `records`."""
+
+    number: int
+    at: Nanoseconds
+    record: bytes
+    chain: bytes
 
 
 @dataclass(slots=True)
 class WriteBatch:
-    """What is written together."""
+    """What is written in one transaction."""
 
-    lines: list[Line] = field(default_factory=list)
+    events: list[LoggedEvent] = field(default_factory=list)
     tokens: list[TokenChunk] = field(default_factory=list)
     ended: list[tuple[TrajectoryId, str]] = field(default_factory=list)
-    notes: list[Noted] = field(default_factory=list)
+    records: list[RecordedAt] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedBatch:
+    """A batch as rows and statements: it can be written again if the transaction fails."""
+
+    events: list[EventRow]
+    records: list[RecordRow]
+    tokens: list[Row]
+    ended: list[Row]
+    inserts: dict[str, list[Row]]
+    """New rows of the other tables, by statement."""
+    updates: list[Statement]
+    """Updates of the other tables, in order."""
+    released: list[StepId]
+    """Steps whose tokens are deleted: they are in a checkpoint."""
 
 
 class Writer:
-    """Turns batches into rows; knows which groups were trained and still have their tokens in the ledger."""
+    """Writes batches; knows which groups were trained and still have their tokens in the ledger."""
 
     def __init__(self, connection: sqlite3.Connection, group_size: int) -> None:
         self._connection = connection
-        self._chain = tail(connection)[1]
-        self._notes_chain = notes_tail(connection)[1]
+        self._events_chain = events_tail(connection)[1]
+        self._records_chain = records_tail(connection)[1]
+        self._tables = TableProjection(group_size)
         self._group_size = group_size
         self._trained: dict[StepId, set[GroupId]] = {}
         for step, group in connection.execute(_TRAINED, (group_size,)):
             self._trained.setdefault(step, set()).add(group)
 
-    def rows(self, lines: list[Line]) -> list[EventRow]:
-        """The lines as rows of the event log, each chained to those before it: to be asked for once."""
-        rows = []
-        for seq, at, event, commands in lines:
-            event_json, commands_json = _JSON.encode(event), _JSON.encode(commands)
-            self._chain = chain(self._chain, seq, at, event_json, commands_json)
-            rows.append(EventRow(seq, at, event_json, commands_json, self._chain))
-        return rows
+    def prepare(self, batch: WriteBatch) -> PreparedBatch:
+        """Turn a batch into rows. Call this once per batch, in order: rows are chained to the rows before them."""
+        inserts, updates = self._table_changes(batch.events)
+        return PreparedBatch(
+            events=self._event_rows(batch.events),
+            records=self._record_rows(batch.records),
+            tokens=[(*row, digest(row)) for row in token_rows(batch.tokens)],
+            ended=[(*row, digest(row)) for row in batch.ended],
+            inserts=inserts,
+            updates=updates,
+            released=self._released(batch.events),
+        )
 
-    def note_rows(self, notes: list[Noted]) -> list[NoteRow]:
-        """The notes as rows, each chained to those before it: to be asked for once."""
-        rows = []
-        for number, at, note in notes:
-            body = _JSON.encode(note)
-            self._notes_chain = chain(self._notes_chain, number, at, body, b"")
-            rows.append(NoteRow(number, at, body, self._notes_chain))
-        return rows
-
-    def write(self, batch: WriteBatch, rows: list[EventRow], notes: list[NoteRow]) -> None:
-        """To be called in a transaction; if that fails, it is called again with the same batch."""
+    def write(self, batch: PreparedBatch) -> None:
+        """Execute the statements of a batch. Call this in a transaction; if that fails, call it again."""
         many = self._connection.executemany
-        many(_EVENT, rows)
-        many(_NOTE, notes)
-        first, rest = self._changes(batch.lines)
+        many(_EVENT, batch.events)
+        many(_RECORD, batch.records)
         for statement in INSERTS:
-            if statement in first:
-                many(statement, first[statement])
-        many(_TOKENS, [(*row, digest(row)) for row in token_rows(batch.tokens)])
-        many(_ENDED, [(*row, digest(row)) for row in batch.ended])
-        for statement, changes in itertools.groupby(gathered(rest), operator.itemgetter(0)):
-            many(statement, [values for _, values in changes])
-        self._forget(batch.lines)
-
-    def _changes(self, lines: list[Line]) -> tuple[dict[str, list[tuple[Any, ...]]], list[Statement]]:
-        """New rows by statement, and the changes to rows in order."""
-        first: dict[str, list[tuple[Any, ...]]] = {}
-        rest = []
-        for line in lines:
-            for statement, values in derive(line.event, line.commands, line.at, self._group_size):
-                if statement in INSERTS:
-                    first.setdefault(statement, []).append(values)
-                else:
-                    rest.append((statement, values))
-        return first, rest
-
-    def _forget(self, lines: list[Line]) -> None:
-        """No trainer will ask for what was trained before a checkpointed version again."""
-        upto = 0
-        for line in lines:
-            for command in line.commands:
-                if isinstance(command, c.Apply):
-                    self._trained.setdefault(command.step, set()).update(command.groups)
-            if isinstance(line.event, e.Checkpointed):
-                upto = max(upto, line.event.version)
-        over = [step for step in self._trained if step < upto]
+            if statement in batch.inserts:
+                many(statement, batch.inserts[statement])
+        many(_TOKENS, batch.tokens)
+        many(_ENDED, batch.ended)
+        for statement, updates in itertools.groupby(batch.updates, operator.itemgetter(0)):
+            many(statement, [values for _, values in updates])
         size = self._group_size
-        ranges = [(group * size, (group + 1) * size) for step in over for group in self._trained[step]]
-        for statement in _FORGET:
-            self._connection.executemany(statement, ranges)
+        ranges = [(group * size, (group + 1) * size) for step in batch.released for group in self._trained[step]]
+        for statement in _DELETE:
+            many(statement, ranges)
 
-    def written(self, batch: WriteBatch) -> None:
-        """The batch is on disk: what it has deleted need not be known any more."""
-        upto = max((line.event.version for line in batch.lines if isinstance(line.event, e.Checkpointed)), default=0)
-        for step in [step for step in self._trained if step < upto]:
+    def committed(self, batch: PreparedBatch) -> None:
+        """The batch is on disk: forget the groups whose tokens it has deleted."""
+        for step in batch.released:
             del self._trained[step]
 
+    def _event_rows(self, entries: list[LoggedEvent]) -> list[EventRow]:
+        rows = []
+        for seq, at, event, commands in entries:
+            event_json, commands_json = _JSON.encode(event), _JSON.encode(commands)
+            self._events_chain = chain(self._events_chain, seq, at, event_json, commands_json)
+            rows.append(EventRow(seq, at, event_json, commands_json, self._events_chain))
+        return rows
 
-def gathered(changes: Iterable[Statement]) -> Iterator[Statement]:
-    """The same changes with reports of trajectories, which most are, brought together as far as their order is free."""
+    def _record_rows(self, records: list[RecordedAt]) -> list[RecordRow]:
+        rows = []
+        for number, at, record in records:
+            body = _JSON.encode(record)
+            self._records_chain = chain(self._records_chain, number, at, body, b"")
+            rows.append(RecordRow(number, at, body, self._records_chain))
+        return rows
+
+    def _table_changes(self, entries: list[LoggedEvent]) -> tuple[dict[str, list[Row]], list[Statement]]:
+        """New rows by statement, and the updates in order."""
+        for entry in entries:
+            self._tables.apply(entry.event, entry.commands, entry.at)
+        inserts: dict[str, list[Row]] = {}
+        updates = []
+        for statement, values in self._tables.take():
+            if statement in INSERTS:
+                inserts.setdefault(statement, []).append(values)
+            else:
+                updates.append((statement, values))
+        return inserts, list(reordered(updates))
+
+    def _released(self, entries: list[LoggedEvent]) -> list[StepId]:
+        """Steps before a checkpointed version: no trainer can ask for their groups again."""
+        checkpointed = 0
+        for entry in entries:
+            for command in entry.commands:
+                if isinstance(command, c.Apply):
+                    self._trained.setdefault(command.step, set()).update(command.groups)
+            if isinstance(entry.event, e.Checkpointed):
+                checkpointed = max(checkpointed, entry.event.version)
+        return [step for step in self._trained if step < checkpointed]
+
+
+def reordered(updates: Iterable[Statement]) -> Iterator[Statement]:
+    """The same updates with reports of trajectories, which most of them are, next to each other where order is free."""
     reports: dict[str, list[Statement]] = {GENERATED: [], SCORED: []}
-    for change in changes:
-        if change[0] in reports:
-            reports[change[0]].append(change)
+    for update in updates:
+        if update[0] in reports:
+            reports[update[0]].append(update)
             continue
-        if change[0] in BARRIERS:
-            for kept in reports.values():
-                yield from kept
-                kept.clear()
-        yield change
-    for kept in reports.values():
-        yield from kept
+        if update[0] in BARRIERS:
+            for waiting in reports.values():
+                yield from waiting
+                waiting.clear()
+        yield update
+    for waiting in reports.values():
+        yield from waiting
 
 
-def token_rows(chunks: Iterable[TokenChunk]) -> Iterator[tuple[Any, ...]]:
-    """The chunks as rows of the table `tokens` without their digests, with chunks that follow each other as one row."""
+def token_rows(chunks: Iterable[TokenChunk]) -> Iterator[Row]:
+    """The chunks as rows of the table `tokens` without their digests; chunks that follow each other become one row."""
     by_trajectory: dict[TrajectoryId, list[TokenChunk]] = {}
     for chunk in chunks:
         by_trajectory.setdefault(chunk.trajectory, []).append(chunk.for_training())
@@ -197,7 +226,7 @@ def token_rows(chunks: Iterable[TokenChunk]) -> Iterator[tuple[Any, ...]]:
 
 
 def token_chunk(row: Sequence[Any]) -> TokenChunk:
-    """The chunk of a row that `token_rows` gave; the attempt is not stored."""
+    """The chunk of a row that `token_rows` made. The attempt is not stored, so it is 0."""
     trajectory, start, version, tokens, logprobs, sampled, experts, layers, per_token = row
     return TokenChunk(
         trajectory=trajectory,
@@ -212,26 +241,25 @@ def token_chunk(row: Sequence[Any]) -> TokenChunk:
 
 
 def digest(row: Sequence[Any]) -> bytes:
-    """Of a row that nothing else vouches for."""
+    """The digest of a row that is in no chain."""
     return hashlib.blake2b(_PACK.encode(row), digest_size=8).digest()
 
 
 def chain(before: bytes, seq: int, at: int, event: bytes, commands: bytes) -> bytes:
-    """The digest of a line and all before it."""
+    """The digest of a row and, through the chain of the row before it, of all rows before it."""
     return hashlib.blake2b(b"%b%d %d %d %b%b" % (before, seq, at, len(event), event, commands), digest_size=16).digest()
 
 
-def tail(connection: sqlite3.Connection) -> tuple[int, bytes]:
-    """The number and the chain of the last line that is written."""
-    found: tuple[Any, ...] | None = connection.execute(
-        "SELECT seq, chain FROM events ORDER BY seq DESC LIMIT 1"
-    ).fetchone()
-    return (int(found[0]), bytes(found[1])) if found else (0, b"")
+def events_tail(connection: sqlite3.Connection) -> tuple[int, bytes]:
+    """The number and the chain of the last event in the ledger."""
+    return _tail(connection, "SELECT seq, chain FROM events ORDER BY seq DESC LIMIT 1")
 
 
-def notes_tail(connection: sqlite3.Connection) -> tuple[int, bytes]:
-    """The number and the chain of the last note that is written."""
-    found: tuple[Any, ...] | None = connection.execute(
-        "SELECT number, chain FROM notes ORDER BY number DESC LIMIT 1"
-    ).fetchone()
-    return (int(found[0]), bytes(found[1])) if found else (0, b"")
+def records_tail(connection: sqlite3.Connection) -> tuple[int, bytes]:
+    """The number and the chain of the last run record in the ledger."""
+    return _tail(connection, "SELECT number, chain FROM records ORDER BY number DESC LIMIT 1")
+
+
+def _tail(connection: sqlite3.Connection, query: str) -> tuple[int, bytes]:
+    last: Row | None = connection.execute(query).fetchone()
+    return (int(last[0]), bytes(last[1])) if last else (0, b"")

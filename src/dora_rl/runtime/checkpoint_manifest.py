@@ -13,13 +13,13 @@ from pathlib import Path
 
 from dora_rl.core.file_digests import FileDigest, differences, tree_digests, whole_digest
 from dora_rl.core.types import Version
-from dora_rl.ledger.notes import AnyNote, CheckpointSaved, utc
+from dora_rl.ledger.run_records import AnyRunRecord, CheckpointSaved, utc
 
 _CHECKPOINT = re.compile(r"version-(\d{8})\.(\d+)")
 
 
 def checkpoint_saved(name: str, files: Mapping[str, FileDigest], kept: Iterable[str]) -> CheckpointSaved:
-    """The note about a checkpoint that was written."""
+    """The run record of a checkpoint that was written."""
     return CheckpointSaved(utc=utc(), name=name, version=_order(name)[0], files=dict(files), kept=tuple(kept))
 
 
@@ -49,14 +49,16 @@ def policy(saved: CheckpointSaved) -> dict[str, FileDigest]:
     return {name: digest for name, digest in saved.files.items() if name.startswith("policy/")}
 
 
-def checkpoint_problems(notes: Iterable[AnyNote], folder: Path, newest: Version, *, going_on: bool) -> Iterator[str]:
+def checkpoint_problems(
+    records: Iterable[AnyRunRecord], folder: Path, newest: Version, *, going_on: bool
+) -> Iterator[str]:
     """Where the checkpoints on disk, with the policies in them, are not what the ledger has.
 
     One that was written just before the supervisor was killed may not be in the ledger yet: it is newer than all that
     are, no more than one version ahead of the log, and vouches for itself until the run is resumed.
     """
-    written = [note for note in notes if isinstance(note, CheckpointSaved)]
-    saved = {note.name: note for note in written}
+    written = [record for record in records if isinstance(record, CheckpointSaved)]
+    saved = {record.name: record for record in written}
     kept = written[-1].kept if written else ()
     there = checkpoint_names(folder)
     late = [name for name in newer(there, saved) if _order(name)[0] <= newest + 1]

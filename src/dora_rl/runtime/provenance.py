@@ -20,7 +20,15 @@ from dora_rl.core.errors import IntegrityError, UserError
 from dora_rl.core.file_digests import FileDigest, bytes_digest, differences, sampled_digest
 from dora_rl.core.types import Nanoseconds
 from dora_rl.envs.task_files import code_files, data_code, data_files
-from dora_rl.ledger.notes import AnyNote, CheckpointSaved, Configured, FilesSeen, Noted, SettingChanged, utc
+from dora_rl.ledger.run_records import (
+    AnyRunRecord,
+    CheckpointSaved,
+    Configured,
+    FilesSeen,
+    RecordedAt,
+    SettingChanged,
+    utc,
+)
 from dora_rl.runtime.checkpoint_manifest import checkpoint_names, checkpoint_saved, manifest, newer
 
 if TYPE_CHECKING:
@@ -56,14 +64,14 @@ class Provenance:
         self._config = config
         self._ledger = ledger
         self._notice = notice
-        self._pending: list[AnyNote] = []
+        self._pending: list[AnyRunRecord] = []
         self._files: FilesSeen | None = None
 
     def check(self) -> None:
         """Compare with what the ledger has, before anything is done; what is new is written by `record`."""
-        noted = [one.note for one in self._ledger.notes()]
+        records = [one.record for one in self._ledger.records()]
         config, base = json.loads(self._config.model_dump_json()), str(self._folder.base())
-        begun = next((note for note in noted if isinstance(note, Configured)), None)
+        begun = next((record for record in records if isinstance(record, Configured)), None)
         if begun is None:
             if self._ledger.seq:
                 raise IntegrityError(f"{self._folder.ledger} does not say what the run began with; put back a copy")
@@ -74,17 +82,17 @@ class Provenance:
                     f"{self._folder.config} has the base folder '{base}', and the run began with '{begun.base}': put "
                     "it back, or begin a new run"
                 )
-            self._compare(self._resolved(settings_now(noted)), config)
+            self._compare(self._resolved(settings_now(records)), config)
         self._files = _seen(self._config, Path(base))
-        self._compare_files(next((note for note in reversed(noted) if isinstance(note, FilesSeen)), None))
-        self._pending += self._unrecorded(noted)
+        self._compare_files(next((record for record in reversed(records) if isinstance(record, FilesSeen)), None))
+        self._pending += self._unrecorded(records)
 
     def record(self, at: Nanoseconds) -> None:
         """Write down what is new: the run goes on with it."""
-        for note in self._pending:
-            if isinstance(note, SettingChanged):
-                self._notice(f"{note.key}: {json.dumps(note.before)} -> {json.dumps(note.after)}")
-            self._ledger.note(note, at)
+        for record in self._pending:
+            if isinstance(record, SettingChanged):
+                self._notice(f"{record.key}: {json.dumps(record.before)} -> {json.dumps(record.after)}")
+            self._ledger.record(record, at)
         self._pending.clear()
 
     def look_again(self, at: Nanoseconds) -> None:
@@ -98,7 +106,7 @@ class Provenance:
         changed = [*_changed(self._files, seen, "code"), *_changed(self._files, seen, "data")]
         if changed:
             self._notice(f"warning: while the run went on, {'; '.join(changed)}")
-            self._ledger.note(seen, at)
+            self._ledger.record(seen, at)
 
     def _compare(self, before: dict[str, Any], after: dict[str, Any]) -> None:
         found = list(differing(before, after))
@@ -135,9 +143,9 @@ class Provenance:
             )
             self._pending.append(self._files)
 
-    def _unrecorded(self, noted: list[AnyNote]) -> Iterator[CheckpointSaved]:
+    def _unrecorded(self, records: list[AnyRunRecord]) -> Iterator[CheckpointSaved]:
         """Checkpoints that were written just before the former supervisor ended."""
-        known = {note.name for note in noted if isinstance(note, CheckpointSaved)}
+        known = {record.name for record in records if isinstance(record, CheckpointSaved)}
         names = checkpoint_names(self._folder.checkpoints)
         for name in newer(names, known):
             files = manifest(self._folder.checkpoints / name)
@@ -145,7 +153,7 @@ class Provenance:
                 yield checkpoint_saved(name, files, names)
 
 
-# -- notes ------------------------------------------------------------------------------------------------------
+# -- records ----------------------------------------------------------------------------------------------------
 
 
 def configured(base: str, config: dict[str, Any]) -> Configured:
@@ -164,18 +172,18 @@ def config_digest(base: str, config: dict[str, Any]) -> str:
 # -- settings ---------------------------------------------------------------------------------------------------
 
 
-def settings_now(notes: Iterable[AnyNote]) -> dict[str, Any]:
+def settings_now(records: Iterable[AnyRunRecord]) -> dict[str, Any]:
     """The settings that a run began with and what was changed since; the bound is as it was at first."""
     settings: dict[str, Any] = {}
-    for note in notes:
-        if isinstance(note, Configured):
-            settings = json.loads(json.dumps(note.config))
-        elif isinstance(note, SettingChanged) and note.key != BOUND:
-            *sections, leaf = note.key.split(".")
+    for record in records:
+        if isinstance(record, Configured):
+            settings = json.loads(json.dumps(record.config))
+        elif isinstance(record, SettingChanged) and record.key != BOUND:
+            *sections, leaf = record.key.split(".")
             node = settings
             for section in sections:
                 node = node.setdefault(section, {})
-            node[leaf] = note.after
+            node[leaf] = record.after
     return settings
 
 
@@ -194,10 +202,10 @@ def changeable(key: str) -> bool:
     return any(key == one or key.startswith(f"{one}.") for one in CHANGEABLE)
 
 
-def config_problems(notes: Iterable[AnyNote], base: str, config: Mapping[str, Any]) -> Iterator[str]:
+def config_problems(records: Iterable[AnyRunRecord], base: str, config: Mapping[str, Any]) -> Iterator[str]:
     """Where `config.json` is not what the ledger has. A key that the ledger does not know is of a newer dora-rl."""
-    kept = list(notes)
-    begun = next((note for note in kept if isinstance(note, Configured)), None)
+    kept = list(records)
+    begun = next((record for record in kept if isinstance(record, Configured)), None)
     if begun is None:
         return
     if begun.digest != config_digest(begun.base, begun.config):
@@ -256,12 +264,12 @@ def _changed(before: FilesSeen, after: FilesSeen, kind: str) -> Iterator[str]:
         yield f"{name} ({kind}) {problem}"
 
 
-def files_changed(notes: Iterable[Noted]) -> Iterator[str]:
+def files_changed(records: Iterable[RecordedAt]) -> Iterator[str]:
     """What became of the files that a run reads, as far as it was noticed."""
     before: FilesSeen | None = None
-    for one in notes:
-        if isinstance(one.note, FilesSeen):
+    for one in records:
+        if isinstance(one.record, FilesSeen):
             if before is not None:
                 for kind in ("code", "data", "model"):
-                    yield from (f"{said}, noticed {one.note.utc}" for said in _changed(before, one.note, kind))
-            before = one.note
+                    yield from (f"{change}, noticed {one.record.utc}" for change in _changed(before, one.record, kind))
+            before = one.record

@@ -149,7 +149,7 @@ class Hearing:
         ledger = self._parts.ledger
         if message.restored and (message.name in ledger.checkpoints or not message.files):
             return
-        ledger.note(checkpoint_saved(message.name, message.files, message.kept), self._parts.now())
+        ledger.record(checkpoint_saved(message.name, message.files, message.kept), self._parts.now())
 
     def _stepped(self, step: StepId, metrics: dict[str, float]) -> None:
         """A step is computed and not published yet: one whose log-probs can't be right never will be.

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from dora_rl.core.errors import IntegrityError
-from dora_rl.ledger.ledger import Logged
+from dora_rl.ledger.writer import LoggedEvent
 from dora_rl.orchestrator.orchestrator import Orchestrator
 
 
-def replay(orchestrator: Orchestrator, log: Iterable[Logged]) -> Iterator[Logged]:
+def replay(orchestrator: Orchestrator, log: Iterable[LoggedEvent]) -> Iterator[LoggedEvent]:
     """Each line once the orchestrator has answered it as it did then; `IntegrityError` if it answers otherwise."""
     for logged in log:
         if orchestrator.step(logged.event, logged.at) != logged.commands:

@@ -86,7 +86,7 @@ class Run:
         self._books = TrajectoryStore(PromptSource(self.dataset), self.text.encode, control.group_size)
         self._processes: ProcessManager | None = None
         self._ledger = Ledger(
-            folder.ledger, control.group_size, mirror=folder.events, woken=self._wake, opened=machine.connect
+            folder.ledger, control.group_size, mirror=folder.events, notify=self._wake, open_connection=machine.connect
         )
         undo.callback(self._ledger.close)
         self._provenance = Provenance(folder, self.config, self._ledger, notice)
@@ -188,7 +188,7 @@ class Run:
         for logged in replay(self.orchestrator, self._ledger.events()):
             self._books.note(logged.event, list(logged.commands))
             past.note(logged.event, logged.commands, logged.at)
-        self._ledger.compare()
+        self._ledger.check_tables()
         for group in self._books.groups.values():
             for trajectory in group.trajectories:
                 self._books.recall(self._ledger, trajectory)

@@ -162,7 +162,7 @@ class Supervisor:
 
     def rescaled(self, before: int, after: int) -> None:
         """Somebody has asked for another number of instances while the run goes on."""
-        self._parts.ledger.note(setting_changed("rollout.instances", before, after), self.now())
+        self._parts.ledger.record(setting_changed("rollout.instances", before, after), self.now())
 
     def evaluate_with(self, evaluation: Evaluation) -> None:
         """Evaluate beside training."""
@@ -203,7 +203,7 @@ class Supervisor:
                 self._deferred = deque(one for one in self._deferred if not isinstance(one[1], c.Apply))
                 self._parts.crew.training = 0
             case e.BoundChanged(max_staleness=bound):
-                self._parts.ledger.note(setting_changed(BOUND, self._bound, bound), at)
+                self._parts.ledger.record(setting_changed(BOUND, self._bound, bound), at)
                 self._bound = bound
             case e.Published():
                 self._noting.published(event, at)
@@ -268,8 +268,8 @@ class Supervisor:
         for process, reason in parts.processes.unresponsive(self._deadlines.load, self._deadlines.heartbeat):
             if process.handle is not None:  # ranks are lost together
                 self._lost(process, reason)
-        if parts.ledger.trouble != self._troubled:
-            self._troubled = parts.ledger.trouble
+        if parts.ledger.write_error != self._troubled:
+            self._troubled = parts.ledger.write_error
             if self._troubled:
                 parts.notice(self._troubled)
 
