@@ -1,7 +1,7 @@
-"""Everything that parses gets what it must not trust: `python -m tests.fuzz --inputs 20000`.
+"""Fuzzes every parser of untrusted data: `python -m tests.fuzz --inputs 20000`.
 
-An input is random bytes, or something sound with a few bytes changed, cut out, doubled or cut off. It must be read or
-refused with a typed error; anything else, a crash or a hang, is a find.
+An input is random bytes, or valid data with a few bytes changed, removed, duplicated or truncated. It must be read or
+rejected with a typed error; anything else, a crash or a hang, is a finding.
 """
 
 from __future__ import annotations
@@ -50,31 +50,31 @@ Fuzz = Callable[[bytes], None]
 
 
 @st.composite
-def mangled(draw: st.DrawFn, sound: bytes) -> bytes:
-    """Something sound, with a few changes; now and then anything at all."""
+def mutated(draw: st.DrawFn, valid: bytes) -> bytes:
+    """Valid data with a few changes, or sometimes random bytes."""
     if draw(st.integers(0, 9)) == 0:
         return draw(st.binary(max_size=200))
-    data = bytearray(sound)
+    data = bytearray(valid)
     for _ in range(draw(st.integers(1, 4))):
-        place = draw(st.integers(0, max(0, len(data) - 1)))
+        start = draw(st.integers(0, max(0, len(data) - 1)))
         size = draw(st.sampled_from([1, 1, 2, 8, 100]))
         match draw(st.sampled_from(["change", "cut", "double", "end"])):
             case "change":
-                data[place : place + size] = draw(st.binary(min_size=1, max_size=size))
+                data[start : start + size] = draw(st.binary(min_size=1, max_size=size))
             case "cut":
-                del data[place : place + size]
+                del data[start : start + size]
             case "double":
-                data[place:place] = data[place : place + size]
+                data[start:start] = data[start : start + size]
             case _:
-                del data[place:]
+                del data[start:]
     return bytes(data)
 
 
-# -- what is fed --------------------------------------------------------------------------------------------------
+# -- targets ------------------------------------------------------------------------------------------------------
 
 
 def frames(data: bytes) -> None:
-    """What comes over a channel, to the supervisor and to a process."""
+    """Frames on a channel, from a worker to the supervisor and back."""
     for kind in (m.FromWorker, m.ToWorker):
         ours, theirs = socket.socketpair()
         channel: Channel[m.Message] = Channel(ours, kind)  # type: ignore[arg-type]
@@ -89,9 +89,9 @@ def frames(data: bytes) -> None:
             channel.close()
 
 
-def sound_frames() -> bytes:
+def valid_frames() -> bytes:
     slot = SlotId("i0.1", 0)
-    said: list[m.Message] = [
+    messages: list[m.Message] = [
         m.RolloutReady(spec=InstanceSpec(instance="i0.1", slots=1, max_requests=4, kv_tokens=100), kernels="torch"),
         m.Report(
             said=(m.Said(trajectory=1, attempt=0, version=0, start=0, tokens=b"\1\0\0\0", logprobs=b"\0\0\0\0"),),
@@ -106,7 +106,7 @@ def sound_frames() -> bytes:
     ]
     ours, theirs = socket.socketpair()
     channel: Channel[m.Message] = Channel(ours, m.FromWorker)  # type: ignore[arg-type]
-    for message in said:
+    for message in messages:
         channel.send(message)
     data = theirs.recv(1 << 20)
     ours.close()
@@ -124,7 +124,7 @@ def bundle(data: bytes) -> None:
         pass
 
 
-def sound_bundle() -> bytes:
+def valid_bundle() -> bytes:
     shape = KvShape(1, 1, 4, 2, "float32")
     moved = [
         MovedRequest(
@@ -149,7 +149,7 @@ def config(folder: Path, data: bytes) -> None:
         build(RunConfig, read_toml(path), str(path))
 
 
-SOUND_CONFIG = b"""seed = 1
+VALID_CONFIG = b"""seed = 1
 [model]
 path = "m"
 [data]
@@ -185,7 +185,7 @@ def trace(folder: Path, data: bytes) -> None:
         read_trace(path)
 
 
-SOUND_TRACE = b'{"response_tokens": 12, "prompt_tokens": 3, "group": "a"}\n{"response_tokens": 7, "group": 2}\n'
+VALID_TRACE = b'{"response_tokens": 12, "prompt_tokens": 3, "group": "a"}\n{"response_tokens": 7, "group": 2}\n'
 
 
 def weights(folder: Path, data: bytes) -> None:
@@ -198,7 +198,7 @@ def weights(folder: Path, data: bytes) -> None:
         pass
 
 
-def sound_weights(folder: Path) -> bytes:
+def valid_weights(folder: Path) -> bytes:
     import torch
 
     from dora_rl.core.interfaces import TensorSpec
@@ -209,7 +209,7 @@ def sound_weights(folder: Path) -> bytes:
 
 
 def ledger(folder: Path, data: bytes) -> None:
-    """Damaged pages: an audit names something or finds nothing that matters; opening it raises what is typed."""
+    """An audit of a damaged ledger reports problems or finds none; opening the ledger raises only typed errors."""
     for left in folder.glob("ledger.db*"):
         left.unlink(missing_ok=True)
     path = folder / "ledger.db"
@@ -229,9 +229,9 @@ def ledger(folder: Path, data: bytes) -> None:
         opened.close()
 
 
-def sound_ledger(folder: Path) -> bytes:
-    """A ledger with something in every table."""
-    path = folder / "sound.db"
+def valid_ledger(folder: Path) -> bytes:
+    """A ledger with rows in every table."""
+    path = folder / "valid.db"
     made = Ledger(path, 2)
     slot, other = SlotId("i0.1", 0), SlotId("i1.1", 0)
     prompts = tuple(Prompt(key=f"prompt {number}", tokens=5) for number in range(40))
@@ -264,21 +264,21 @@ def sound_ledger(folder: Path) -> bytes:
 
 
 def targets(folder: Path) -> dict[str, tuple[bytes, Fuzz]]:
-    """By name: something sound to start from, and what is fed."""
+    """Valid data to start from and the function to feed, by name of the target."""
     document = {"base": "/", "config": {"model": {"path": "m"}, "data": {"source": "s"}, "control": {"steps": 3}}}
     return {
-        "frames and messages": (sound_frames(), frames),
-        "bundles": (sound_bundle(), bundle),
-        "configs": (SOUND_CONFIG, functools.partial(config, folder)),
+        "frames and messages": (valid_frames(), frames),
+        "bundles": (valid_bundle(), bundle),
+        "configs": (VALID_CONFIG, functools.partial(config, folder)),
         "run folders": (json.dumps(document).encode(), functools.partial(run_folder, folder)),
-        "traces": (SOUND_TRACE, functools.partial(trace, folder)),
-        "weights": (sound_weights(folder), functools.partial(weights, folder)),
-        "ledgers": (sound_ledger(folder), functools.partial(ledger, folder)),
+        "traces": (VALID_TRACE, functools.partial(trace, folder)),
+        "weights": (valid_weights(folder), functools.partial(weights, folder)),
+        "ledgers": (valid_ledger(folder), functools.partial(ledger, folder)),
     }
 
 
-def fuzz(sound: bytes, feed: Fuzz, inputs: int, seed: int = 0) -> None:
-    """Feed so many inputs; the first that is not refused as it should be is raised, in its smallest form."""
+def fuzz(valid: bytes, feed: Fuzz, inputs: int, seed: int = 0) -> None:
+    """Feed this many inputs and raise the first finding, shrunk to its smallest form."""
 
     @settings(
         max_examples=inputs,
@@ -288,7 +288,7 @@ def fuzz(sound: bytes, feed: Fuzz, inputs: int, seed: int = 0) -> None:
         suppress_health_check=list(HealthCheck),
         phases=[Phase.generate, Phase.shrink],
     )
-    @given(mangled(sound))
+    @given(mutated(valid))
     def fed(data: bytes) -> None:
         feed(data)
 
@@ -303,19 +303,19 @@ def main() -> None:
     table = Table("fuzzed", "inputs", "seconds")
     folder = Path(tempfile.mkdtemp(prefix="dora-rl-fuzz-"))
     failed, total = 0, 0
-    for name, (sound, feed) in targets(folder).items():
+    for name, (valid, feed) in targets(folder).items():
         inputs = options.inputs // 10 if name in ("ledgers", "weights") else options.inputs
         begin = time.monotonic()
         try:
-            fuzz(sound, feed, inputs)
-        except Exception as error:  # whatever it is, it is the find
+            fuzz(valid, feed, inputs)
+        except Exception as error:  # any exception is a finding
             failed += 1
             console.print(f"{name}: {type(error).__name__}: {error}", highlight=False, markup=False)
         total += inputs
         table.add_row(name, f"{inputs:,}", f"{time.monotonic() - begin:.0f}")
     shutil.rmtree(folder)
     console.print(table)
-    console.print(f"{total:,} inputs, {failed} finds")
+    console.print(f"{total:,} inputs, {failed} findings")
     sys.exit(1 if failed else 0)
 
 

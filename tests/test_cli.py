@@ -1,4 +1,4 @@
-"""The commands, as a person meets them."""
+"""The command line commands as a user runs them."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def test_sim_prints_a_table_and_writes_json_and_html(tmp_path: Path) -> None:
     assert "stragglers" in html
 
 
-def test_the_tables_are_whole_at_80_columns(tmp_path: Path) -> None:
-    """Nothing is cut: neither headings nor the histogram of staleness."""
+def test_tables_are_not_truncated_at_80_columns(tmp_path: Path) -> None:
+    """Neither headings nor the histogram of staleness are truncated."""
     sizes = ("--set", "steps=6", "--set", "warmup_steps=3")
     done = run("sim", "laptop", "--modes", "sync,dora:proportional+k8", *sizes, columns=80)
     assert done.returncode == 0, done.stderr
@@ -81,7 +81,7 @@ def test_the_tables_are_whole_at_80_columns(tmp_path: Path) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value[1:]),
 )
-def test_a_mistake_gets_one_sentence_and_exit_code_2(arguments: list[str], complaint: str) -> None:
+def test_a_user_error_is_one_sentence_with_exit_code_2(arguments: list[str], complaint: str) -> None:
     done = run(*arguments)
     assert done.returncode == 2
     assert complaint in done.stderr
@@ -117,7 +117,7 @@ utilisation = 0.5
 """
 
 
-def test_plan_ranks_and_names_what_binds(tmp_path: Path) -> None:
+def test_plan_ranks_candidates_and_names_the_bottleneck(tmp_path: Path) -> None:
     cluster, trace = tmp_path / "cluster.toml", tmp_path / "trace.jsonl"
     cluster.write_text(CLUSTER)
     trace.write_text("\n".join(f'{{"response_tokens": {10 + 13 * i % 240}}}' for i in range(100)))
@@ -138,7 +138,7 @@ def test_plan_ranks_and_names_what_binds(tmp_path: Path) -> None:
         ('{"response_tokens": 0}\n', "line 1"),
     ],
 )
-def test_a_bad_trace_is_named_with_its_line(tmp_path: Path, lines: str, complaint: str) -> None:
+def test_an_error_in_a_trace_names_the_line(tmp_path: Path, lines: str, complaint: str) -> None:
     cluster, trace = tmp_path / "cluster.toml", tmp_path / "trace.jsonl"
     cluster.write_text(CLUSTER)
     trace.write_text(lines)
@@ -148,7 +148,7 @@ def test_a_bad_trace_is_named_with_its_line(tmp_path: Path, lines: str, complain
     assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_a_bad_cluster_file_is_named_with_its_field(tmp_path: Path) -> None:
+def test_an_error_in_a_cluster_file_names_the_field(tmp_path: Path) -> None:
     cluster, trace = tmp_path / "cluster.toml", tmp_path / "trace.jsonl"
     cluster.write_text(CLUSTER.replace("max_requests", "max_request"))
     trace.write_text('{"response_tokens": 5}\n')
@@ -157,7 +157,7 @@ def test_a_bad_cluster_file_is_named_with_its_field(tmp_path: Path) -> None:
     assert "did you mean 'rollout.max_requests'" in done.stderr
 
 
-def test_a_missing_ray_is_said_with_its_install_line_before_anything_begins(tmp_path: Path) -> None:
+def test_a_missing_ray_gives_the_install_command_before_the_run_starts(tmp_path: Path) -> None:
     config = tmp_path / "run.toml"
     config.write_text(
         '[model]\npath = "m"\n[data]\nsource = "d"\n[reward]\nfunctions = ["exact"]\n'

@@ -1,4 +1,4 @@
-"""A short run of `tests.fuzz`: what can't be read is refused by a typed error."""
+"""A short run of `tests.fuzz`: unreadable input raises a typed error."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ INPUTS = {"ledgers": 25, "weights": 100}
     "name", ["frames and messages", "bundles", "configs", "run folders", "traces", "weights", "ledgers"]
 )
 def test_no_input_crashes(name: str, tmp_path: Path) -> None:
-    sound, feed = targets(tmp_path)[name]
-    feed(sound)
-    fuzz(sound, feed, INPUTS.get(name, 200))
+    valid, feed = targets(tmp_path)[name]
+    feed(valid)
+    fuzz(valid, feed, INPUTS.get(name, 200))

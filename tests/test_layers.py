@@ -1,4 +1,4 @@
-"""Imports go downwards only, and the orchestrator, the simulator and tasks need no torch."""
+"""Layers import only the layers below them; `core`, the orchestrator, the simulator and environments need no torch."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ import dora_rl
 PACKAGE = Path(dora_rl.__file__).parent
 
 # What each layer may import besides itself, as in docs/architecture.md.
-PARTS = {"engine", "trainer", "weights", "envs", "ledger"}
+COMPONENTS = {"engine", "trainer", "weights", "envs", "ledger"}
 ALLOWED: dict[str, set[str]] = {
     "core": set(),
     "orchestrator": {"core"},
     "sim": {"core", "orchestrator"},
     "models": {"core"},
-    **{part: {"core", "models"} for part in PARTS},
-    "runtime": {"core", "orchestrator", "models", *PARTS},
-    "apps": {"core", "orchestrator", "sim", "models", "runtime", *PARTS},
+    **{component: {"core", "models"} for component in COMPONENTS},
+    "runtime": {"core", "orchestrator", "models", *COMPONENTS},
+    "apps": {"core", "orchestrator", "sim", "models", "runtime", *COMPONENTS},
 }
 TORCH_FREE = ("core", "orchestrator", "sim", "envs")
 
 
 def imports(path: Path) -> set[str]:
-    """Full names of all modules that a file imports, anywhere in it."""
+    """Full names of all modules that a file imports."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

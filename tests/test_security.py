@@ -1,4 +1,4 @@
-"""No module can execute what it reads, and secrets stay in the environment."""
+"""No module executes data that it reads, and secrets stay in the environment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ METHODS = {("torch", "load"), ("np", "load"), ("numpy", "load"), ("yaml", "load"
 
 
 def dangers(source: str) -> list[str]:
-    """What of a module could execute data."""
+    """Everything in a module's source that could execute data."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -42,7 +42,8 @@ def dangers(source: str) -> list[str]:
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_no_module_executes_what_it_reads(path: Path) -> None:
-    inside = path == PACKAGE / "envs" / "jail" / "inside.py"  # what runs model-written code, behind all its guards
+    # The one module that runs model-written code, inside the sandbox.
+    inside = path == PACKAGE / "envs" / "sandbox" / "jail" / "inside.py"
     assert dangers(path.read_text()) == (["exec", "compile"] if inside else [])
 
 
@@ -58,12 +59,12 @@ def test_no_module_executes_what_it_reads(path: Path) -> None:
         "subprocess.run(text, shell=True)",
     ],
 )
-def test_what_is_looked_for_is_found(source: str) -> None:
+def test_the_scan_finds_dangerous_code(source: str) -> None:
     assert dangers(source)
 
 
 def test_secrets_stay_in_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run whose environment has secrets, with a process killed on the way: no file of it has them."""
+    """No file of a run contains the secrets in its environment."""
     secrets = {name: f"secret-{name.lower()}-4711" for name in ("WANDB_API_KEY", "HF_TOKEN", "OPENAI_API_KEY")}
     for name, value in secrets.items():
         monkeypatch.setenv(name, value)

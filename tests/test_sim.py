@@ -1,4 +1,4 @@
-"""The simulator: deterministic, true to its cost model, and driving the promises' own orchestrator."""
+"""The simulator is deterministic, follows its cost model, and runs the production orchestrator."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SMALL = ["steps=4", "warmup_steps=3"]
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_seed_gives_one_result(mode: str) -> None:
+def test_the_same_seed_gives_the_same_result(mode: str) -> None:
     results = [simulate(preset("laptop", SMALL), parse_variant(mode)) for _ in range(2)]
     assert results[0] == results[1]
     other = simulate(preset("laptop", [*SMALL, "seed=1"]), parse_variant(mode))
@@ -76,8 +76,8 @@ def test_nothing_beats_the_lower_bound(mode: str) -> None:
     assert simulate(preset("laptop", ["steps=12"]), parse_variant(mode)).over_lower_bound > 0.98
 
 
-def test_a_lone_request_takes_the_time_of_the_cost_model() -> None:
-    """One trajectory of n tokens alone on an instance: n steps of base, plus the KV that grows under it."""
+def test_a_single_request_takes_the_time_of_the_cost_model() -> None:
+    """A single response of n tokens takes n base steps, plus the reading of its growing KV."""
     settings = [
         "control.groups_per_step=1",
         "control.group_size=1",
@@ -99,25 +99,25 @@ def test_a_lone_request_takes_the_time_of_the_cost_model() -> None:
     assert result.step_seconds == pytest.approx(expected, rel=1e-6)
 
 
-def test_lock_step_ranks_go_at_the_pace_of_the_fullest() -> None:
+def test_the_fullest_lock_step_rank_determines_the_step_time() -> None:
     config = preset("longcat-4096")
     costs = Costs(config)
     assert costs.ranks == 32
-    # A token of context on one rank costs 32 times what it would if it were shared out.
+    # A context token on one rank costs 32 times as much as one that is divided over all ranks.
     assert costs.decode().per_token * 32 == pytest.approx(costs.per_token)
-    # Fewer tokens hit fewer experts, so small batches read less.
+    # Fewer tokens are routed to fewer experts, so small batches read less.
     assert costs.step_base(1) < costs.step_base(512)
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_presets_are_possible(name: str) -> None:
+def test_presets_are_feasible(name: str) -> None:
     config = preset(name)
     assert Costs(config).kv_tokens > config.control.max_response_tokens
     bound = lower_bound(config, "disaggregated", staleness=3, tokens=1e6, longest=1e4)
     assert bound.seconds > 0
 
 
-def test_lengths_have_the_mean_and_tail_that_were_asked_for() -> None:
+def test_lengths_have_the_configured_mean_and_tail() -> None:
     workload = Workload(mean_tokens=2400.0, sigma=1.0, group_correlation=0.5)
     lengths = Source(workload, 16, 30_000, seed=0).sample(2048)
     assert lengths.mean() == pytest.approx(2400, rel=0.05)
@@ -147,7 +147,7 @@ def test_more_staleness_is_not_slower() -> None:
     assert times[0] < times[1] <= times[2] * 1.02
 
 
-def test_plan_leaves_out_only_what_cannot_win(tmp_path: Path) -> None:
+def test_plan_skips_only_candidates_that_cannot_win(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     row = '{{"response_tokens": {}, "prompt_tokens": 16}}'
     trace.write_text("\n".join(row.format(20 + 7 * i % 200) for i in range(200)))
@@ -159,20 +159,20 @@ def test_plan_leaves_out_only_what_cannot_win(tmp_path: Path) -> None:
     assert best.candidate.bound.seconds <= best.step_seconds * 1.02
 
 
-def test_plan_considers_slots_and_leaves_out_what_does_not_fit() -> None:
+def test_plan_varies_slots_and_skips_what_does_not_fit() -> None:
     assert {candidate.slots for candidate in candidates(preset("laptop"))} == {1, 2}
-    # Two sets of a 32B model's weights leave two devices of 60 GB no room for KV, but four have it.
+    # Two sets of weights of a 32B model leave no room for KV on two devices of 60 GB, but four devices have it.
     small = candidates(preset("paper-64", ["hardware.memory_bytes=60e9"]))
     assert {(it.config.rollout.devices, it.slots) for it in small} == {(2, 1), (4, 1), (4, 2)}
 
 
-def test_elastic_roles_use_the_trainers_devices() -> None:
+def test_elastic_layouts_generate_on_the_trainers_devices() -> None:
     result = simulate(preset("laptop", ["steps=8"]), parse_variant("dora:elastic"))
     assert result.labels["train"] > 0.05
 
 
-def test_swapped_requests_come_back() -> None:
-    """With little KV room requests swap to host memory, and all are trained in the end."""
+def test_swapped_requests_are_swapped_in_again() -> None:
+    """With a small KV cache, requests are swapped to host memory, and all are trained in the end."""
     result = simulate(
         preset(
             "laptop", [*SMALL, "hardware.memory_bytes=4e7", "control.kv_headroom=0.0", "control.kv_reserve_tokens=0"]

@@ -1,4 +1,4 @@
-"""Labels add up to lifetimes, exactly, in the account itself and over whole simulations of every mode."""
+"""The times of all labels add up to the lifetime exactly, in an account and in simulations of every mode."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from dora_rl.ledger.tables import TableProjection
 from dora_rl.ledger.writer import LoggedEvent, chain
 from dora_rl.runtime.provenance import config_digest
 from dora_rl.runtime.run_dir import RunDir
-from tests.fuzz import sound_ledger
+from tests.fuzz import valid_ledger
 from tests.runtime.host import Host
 from tests.runtime.making import make_run, settings
 
@@ -175,7 +175,7 @@ def test_tokens_that_change_places_are_named(doctored: RunDir) -> None:
 def test_doctored_moves_are_named(tmp_path: Path, statement: str) -> None:
     """A log with a move in it: whether a small run moves requests is a matter of luck."""
     path = tmp_path / "ledger.db"
-    path.write_bytes(sound_ledger(tmp_path))
+    path.write_bytes(valid_ledger(tmp_path))
     terms = Terms(1, 2, 1, False, None)
 
     def named() -> bool:

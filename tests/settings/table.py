@@ -436,7 +436,7 @@ RUN: Table = {
         "settings/test_supervisor.py::test_a_process_is_restarted_as_often_and_as_late_as_told",
     ),
     "runtime": Row(
-        "apps.train:begin", "test_cli.py::test_a_missing_ray_is_said_with_its_install_line_before_anything_begins"
+        "apps.train:begin", "test_cli.py::test_a_missing_ray_gives_the_install_command_before_the_run_starts"
     ),
     "ray": Row("runtime.launch.ray.init:cluster", why=SECTION),
     "ray.address": Row(
