@@ -205,7 +205,7 @@ def measure_publish(name: str, lengths: str) -> dict[str, float]:
                 served.tie_weights()
                 mapped = time.perf_counter()
                 state = served.state_dict()
-                lease.prove({key: state[key] for key in tensors})
+                lease.verify({key: state[key] for key in tensors})
                 proven = time.perf_counter()
             lease.close()
             timing = {

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from dora_rl.apps.cli import app
 from dora_rl.core.errors import DataError, UserError
 from dora_rl.trainer.sft import read_examples
-from tests.trainer.making import VOCABULARY, llama
+from tests.trainer.factories import VOCABULARY, llama
 
 WORDS = ["<end>", "<user>", "<assistant>", "one", "two", "three", "four", "is", "next", "after"]
 TEMPLATE = (
@@ -89,7 +89,7 @@ def test_text_and_chat_are_tokenised_so_that_only_the_completion_is_trained(tmp_
     ("line", "message"),
     [
         ("not json", "line 2 is not JSON"),
-        ('{"prompt": "one"}', "line 2: an object with 'prompt' and 'completion' is wanted"),
+        ('{"prompt": "one"}', "line 2: the line must be an object with 'prompt' and 'completion'"),
         ('{"prompt": "one", "completion": ""}', "line 2: prompt and completion must not be empty"),
         ('{"prompt": "one", "completion": [3]}', "must both be text, chat messages, or token ids"),
         ('{"prompt": [99], "completion": [3]}', "outside the model's vocabulary of 61"),

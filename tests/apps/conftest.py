@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from dora_rl.apps.train import go_on
 from dora_rl.runtime.run_dir import RunDir
 from dora_rl.runtime.trial import _COMPLETION
-from tests.trainer.making import llama
+from tests.trainer.factories import llama
 
 STEPS = 5
 # Some of what the model says would end a script element, or start one.

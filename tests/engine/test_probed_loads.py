@@ -147,7 +147,7 @@ def test_an_adapter_is_served_as_it_was_trained(tmp_path: Path, targets: Any) ->
     assert isinstance(event, SlotLoaded), event
     assert event.probe is not None
     exported = plain()
-    exported.load_state_dict(dict(merged_state(trainer.model, trainer.adapted)))
+    exported.load_state_dict(dict(merged_state(trainer.model, trainer.peft_model)))
     again = Trainer(exported, TrainerConfig()).probe()
     for ours, theirs in zip(again.logprobs, trainer.probe().logprobs, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-4)
@@ -189,7 +189,7 @@ def test_all_linear_of_a_mixture_is_its_linear_layers(tmp_path: Path, family: An
     _, event = load(*served(store, settings, plain(family)))
     assert isinstance(event, SlotLoaded), event
     assert not any("experts" in name or ".gate." in name for name in store.lease(0).tensors())
-    assert trainer.adapted is not None
+    assert trainer.peft_model is not None
 
 
 def test_targets_that_cannot_be_merged_are_refused() -> None:

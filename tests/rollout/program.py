@@ -67,7 +67,7 @@ def probe_of(model: Any, lora: LoraConfig | None = None, state: dict[str, Any] |
 
     trainer = Trainer(copy.deepcopy(model), TrainerConfig(lora=lora))
     if state is not None:
-        peft.set_peft_model_state_dict(trainer.adapted, state)
+        peft.set_peft_model_state_dict(trainer.peft_model, state)
     return trainer.probe()
 
 

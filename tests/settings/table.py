@@ -338,13 +338,13 @@ RUN: Table = {
     ),
     "trainer.lora": Row("trainer.trainer:Trainer.__init__", why=SECTION),
     "trainer.lora.rank": Row(
-        "trainer.trainable:adapt", "settings/test_training.py::test_another_value_gives_other_weights"
+        "trainer.trainable:add_adapter", "settings/test_training.py::test_another_value_gives_other_weights"
     ),
     "trainer.lora.alpha": Row(
-        "trainer.trainable:adapt", "settings/test_training.py::test_the_scale_of_an_adapter_is_alpha_over_rank"
+        "trainer.trainable:add_adapter", "settings/test_training.py::test_the_scale_of_an_adapter_is_alpha_over_rank"
     ),
     "trainer.lora.targets": Row(
-        "trainer.trainable:adapt", "settings/test_training.py::test_another_value_gives_other_weights"
+        "trainer.trainable:add_adapter", "settings/test_training.py::test_another_value_gives_other_weights"
     ),
     "trainer.moe": Row("trainer.trainer:Trainer.__init__", why=SECTION),
     "trainer.moe.replay_routing": Row(

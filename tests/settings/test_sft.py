@@ -13,7 +13,7 @@ from dora_rl.core.config import build
 from dora_rl.core.trajectory import Group, Trajectory
 from dora_rl.trainer.sft import SftConfig, train
 from dora_rl.trainer.trainable import merged_state
-from tests.trainer.making import VOCABULARY, llama
+from tests.trainer.factories import VOCABULARY, llama
 
 BASE: dict[str, Any] = {"batch_size": 4, "learning_rate": 1e-3, "lora": None}
 CHANGES = [
@@ -47,7 +47,7 @@ def trained(**settings: Any) -> tuple[Any, torch.Tensor]:
     """The trainer, and all weights of the model that it would write."""
     torch.manual_seed(0)
     trainer = train(llama(), examples(), build(SftConfig, BASE | settings), lambda _: None)
-    merged = dict(merged_state(trainer.model, trainer.adapted))
+    merged = dict(merged_state(trainer.model, trainer.peft_model))
     return trainer, torch.cat([merged[name].detach().flatten() for name in sorted(merged)])
 
 

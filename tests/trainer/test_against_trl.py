@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.making import assert_close, gradients, groups, llama, trainer
+from tests.trainer.factories import assert_close, gradients, groups, llama, trainer
 from tests.trainer.trl_peer import scored_inputs, trl_trainer
 
 LENGTH = 48

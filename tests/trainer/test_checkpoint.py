@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from dora_rl.core.errors import CheckpointError
 from dora_rl.trainer import checkpoint
 from dora_rl.trainer.trainer import Trainer
-from tests.trainer.making import groups, llama, moe, trainer
+from tests.trainer.factories import groups, llama, moe, trainer
 
 FAST: dict[str, Any] = {"optimiser": {"learning_rate": 1e-2, "warmup_updates": 4}}
 LORA: dict[str, Any] = {"lora": {"rank": 4, "targets": ["q_proj", "v_proj"]}, **FAST}

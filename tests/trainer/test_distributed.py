@@ -15,7 +15,7 @@ import torch
 from dora_rl.trainer import checkpoint
 from dora_rl.trainer.rank_group import RankGroup
 from dora_rl.weights.store import WeightStore
-from tests.trainer.making import assert_close, groups
+from tests.trainer.factories import assert_close, groups
 from tests.trainer.two_processes import MODELS, main, make
 
 
@@ -89,7 +89,7 @@ def test_every_process_learns_of_a_bad_trajectory(folder: Path) -> None:
 def test_a_sharded_trainer_publishes_whole_tensors(folder: Path) -> None:
     store = WeightStore(folder / "store", keep=2)
     with store.lease(1) as lease, WeightStore(folder / "store-of-1", keep=2).lease(1) as single:
-        assert lease.prove(lease.tensors()) == results(folder, 2)["published"]["fingerprint"]
+        assert lease.verify(lease.tensors()) == results(folder, 2)["published"]["fingerprint"]
         for name, tensor in single.tensors().items():
             torch.testing.assert_close(lease.tensors()[name], tensor, atol=2e-4, rtol=1e-3)
 

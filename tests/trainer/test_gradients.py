@@ -15,7 +15,7 @@ from dora_rl.trainer.objective import References, micro_loss
 from dora_rl.trainer.packing import pack
 from dora_rl.trainer.policy import PolicyOutput
 from tests.trainer import plain
-from tests.trainer.making import assert_close, gradients, groups, llama, moe, trainer
+from tests.trainer.factories import assert_close, gradients, groups, llama, moe, trainer
 
 CONSTANT = 64
 

@@ -12,7 +12,7 @@ from dora_rl.core.errors import ModelError
 from dora_rl.core.trajectory import Group, Trajectory
 from dora_rl.trainer.config import MoeConfig
 from dora_rl.trainer.packing import pack, plan
-from tests.trainer.making import assert_close, gradients, groups, moe, trainer
+from tests.trainer.factories import assert_close, gradients, groups, moe, trainer
 
 LAYERS, EXPERTS, USED = 2, 6, 2
 
@@ -150,5 +150,5 @@ def test_auxiliary_loss_is_one_when_even() -> None:
 
 def test_experts_of_another_depth_are_refused() -> None:
     batch = routed(groups(), lambda t: np.zeros((len(t.tokens), 5, USED), np.int16))
-    with pytest.raises(ModelError, match="experts of 5 layers, but the model routes in 2"):
+    with pytest.raises(ModelError, match="experts of 5 layers, but the model has 2 layers with routers"):
         gradient(moe(), batch)

@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from dora_rl.models import head
 from dora_rl.trainer.packing import pack, plan
 from dora_rl.trainer.policy import Policy
-from tests.trainer.making import SMALL, groups, plain_logprobs
+from tests.trainer.factories import SMALL, groups, plain_logprobs
 
 
 @settings(max_examples=50, deadline=None)

@@ -14,7 +14,7 @@ from dora_rl.core.errors import ConfigError
 from dora_rl.trainer import algorithms
 from dora_rl.trainer.algorithms import all_algorithms, get_algorithm
 from dora_rl.trainer.config import TrainerConfig
-from tests.trainer.making import groups, llama, trainer
+from tests.trainer.factories import groups, llama, trainer
 
 TOY = '''"""A toy: the reward is the advantage, and nothing is clipped."""
 

@@ -20,7 +20,7 @@ from dora_rl.trainer.logprob_gap import explained_by_sampling
 from dora_rl.trainer.optimiser import learning_rate
 from dora_rl.trainer.trainer import Trainer
 from dora_rl.weights.store import WeightStore
-from tests.trainer.making import gradients, groups, llama, plain_logprobs, trainer
+from tests.trainer.factories import gradients, groups, llama, plain_logprobs, trainer
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -161,7 +161,7 @@ def test_what_has_no_gradient_is_not_computed_and_changes_nothing(
         # Weight decay and moments go on in a step without any gradient.
         made = trainer(model, optimiser={**FAST, "weight_decay": 0.1})
         if everything:
-            monkeypatch.setattr(made, "_pulls", lambda *_: True)
+            monkeypatch.setattr(made, "_has_gradient", lambda *_: True)
         for step in range(3):
             batch = groups(count=4, model=llama(), first=4 * step)
             made.accumulate(step, [even(g) if step and n in without else g for n, g in enumerate(batch)])
@@ -201,7 +201,7 @@ def test_steps_out_of_order_are_refused(tmp_path: Path) -> None:
         made.accumulate(3, groups())
     with pytest.raises(IntegrityError, match="no groups"):
         made.apply(0)
-    with pytest.raises(IntegrityError, match="group 2 is of version 1, which step 0 can't know"):
+    with pytest.raises(IntegrityError, match="group 2 is of version 1, which does not exist before step 0"):
         made.accumulate(0, [*groups(count=2), *groups(count=1, first=2, version=1)])
     made.accumulate(0, groups(count=2))
     with pytest.raises(IntegrityError, match="group 1 is already in step 0"):
@@ -221,20 +221,20 @@ def test_what_is_published_serves_the_policy_of_the_trainer(tmp_path: Path, sett
     store = WeightStore(tmp_path, keep=2)
     fingerprint = made.publish(1, store)
     served: Any = llama(tie_word_embeddings=True)
-    if made.adapted is not None:
-        served = peft.get_peft_model(served, made.adapted.peft_config["default"])
+    if made.peft_model is not None:
+        served = peft.get_peft_model(served, made.peft_model.peft_config["default"])
     with store.lease(1) as lease:
         assert lease.manifest.adapter == bool(settings)
         tensors = lease.tensors()
         if settings:
             assert all("lora_" in name for name in tensors), "only the adapter is published"
             peft.set_peft_model_state_dict(served, tensors)
-            lease.prove(peft.get_peft_model_state_dict(served))
+            lease.verify(peft.get_peft_model_state_dict(served))
         else:
             assert "lm_head.weight" not in tensors, "tied weights are published once"
             served.load_state_dict(tensors, strict=False, assign=True)
             served.tie_weights()
-            lease.prove({name: served.state_dict()[name] for name in tensors})
+            lease.verify({name: served.state_dict()[name] for name in tensors})
     assert store.manifest(1).fingerprint == fingerprint
     model.set_attn_implementation("sdpa")
     ids = torch.arange(20)[None]

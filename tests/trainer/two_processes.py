@@ -13,11 +13,11 @@ import torch.distributed as dist
 from dora_rl.core.errors import NonFiniteError
 from dora_rl.trainer import checkpoint
 from dora_rl.trainer.config import TrainerConfig
-from dora_rl.trainer.rank_group import RankGroup, join
-from dora_rl.trainer.trainable import whole
+from dora_rl.trainer.rank_group import RankGroup, join_from_environment
+from dora_rl.trainer.trainable import full_tensor
 from dora_rl.trainer.trainer import Trainer
 from dora_rl.weights.store import WeightStore
-from tests.trainer.making import groups, llama, moe
+from tests.trainer.factories import groups, llama, moe
 from tests.trainer.test_trainer import replaced
 
 MODELS: dict[str, Any] = {
@@ -57,20 +57,20 @@ def run(name: str, rank_group: RankGroup) -> dict[str, Any]:
     if made._open is not None and made.config.streams:
         scale = rank_group.size / made._open.denominator
         gradients = {
-            key: whole(parameter.grad) * scale
+            key: full_tensor(parameter.grad) * scale
             for key, parameter in zip(made.optimiser.names, made.optimiser.parameters, strict=True)
             if parameter.grad is not None
         }
     made.apply(0)
     made.accumulate(1, groups(count=3, seed=2, version=1))
     report = made.apply(1)
-    weights = {key: whole(tensor).clone() for key, tensor in made.model.state_dict().items()}
+    weights = {key: full_tensor(tensor).clone() for key, tensor in made.model.state_dict().items()}
     return {"gradients": gradients, "weights": weights, "metrics": report.metrics}
 
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    rank_group = join("cpu", timeout_s=60)
+    rank_group = join_from_environment("cpu", timeout_s=60)
     results = {name: run(name, rank_group) for name in MODELS}
 
     made = make("untied", rank_group)
@@ -95,7 +95,7 @@ def main(folder: Path) -> None:
         checkpoint.restore(path, again)
         again.accumulate(1, groups(count=3, seed=2, version=1))
         again.apply(1)
-        results["resumed"] = {"weights": {k: whole(t).clone() for k, t in again.model.state_dict().items()}}
+        results["resumed"] = {"weights": {k: full_tensor(t).clone() for k, t in again.model.state_dict().items()}}
     results["published"] = {"fingerprint": fingerprint}
     torch.save(results, folder / f"results-{rank_group.size}-{rank_group.rank}.pt")
     if rank_group.size > 1:

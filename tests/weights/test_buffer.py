@@ -30,7 +30,7 @@ def test_what_was_published_is_what_arrives(tmp_path: Path) -> None:
     found = parcel.tensors()
     assert found.keys() == tensors(3).keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors(3).items())
-    assert parcel.prove(found) == parcel.manifest.fingerprint == WeightStore(tmp_path, keep=2).manifest(3).fingerprint
+    assert parcel.verify(found) == parcel.manifest.fingerprint == WeightStore(tmp_path, keep=2).manifest(3).fingerprint
     begin = sent.ctypes.data
     assert begin <= found["layer.weight"].data_ptr() < begin + len(sent)
 
@@ -40,7 +40,7 @@ def test_other_weights_are_not_served(tmp_path: Path) -> None:
     sent[-1] ^= 0x40
     parcel = WeightBuffer(3, sent)
     with pytest.raises(FingerprintError):
-        parcel.prove(parcel.tensors())
+        parcel.verify(parcel.tensors())
 
 
 def test_bytes_that_are_no_version_are_refused(tmp_path: Path) -> None:

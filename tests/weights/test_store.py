@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from dora_rl.core.errors import FingerprintError, StoreError
 from dora_rl.models.dtypes import spec
-from dora_rl.weights.fingerprint import fingerprint
+from dora_rl.models.fingerprint import fingerprint
 from dora_rl.weights.store import WeightStore
 
 
@@ -42,7 +42,7 @@ def test_what_is_published_is_what_is_loaded(tmp_path: Path) -> None:
         for name, tensor in lease.tensors().items():
             assert torch.equal(tensor, tensors(3)[name])
         assert lease.tensors().keys() == tensors(3).keys()
-        assert lease.prove(lease.tensors()) == found
+        assert lease.verify(lease.tensors()) == found
     with safe_open(store.path(3), "pt") as file:  # any reader of safetensors can open it
         assert file.metadata()["version"] == "3"
 
@@ -66,7 +66,7 @@ def test_serving_other_weights_than_published_is_an_error(tmp_path: Path) -> Non
     store = WeightStore(tmp_path, keep=2)
     publish(store, 1)
     with store.lease(1) as lease, pytest.raises(FingerprintError, match="version 1 was published with"):
-        lease.prove(tensors(0))
+        lease.verify(tensors(0))
 
 
 def test_only_the_window_takes_room(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_leased_version_outlives_the_window_and_goes_with_its_last_lease(tmp_p
     publish(store, 1)
     assert store.versions() == [0, 1]
     assert store.holders(0) == 2
-    with pytest.raises(StoreError, match="version 0 can't be retired: 2 still hold it"):
+    with pytest.raises(StoreError, match="version 0 can't be retired: it has 2 leases"):
         store.retire(0)
     mapped = first.tensors()
     first.close()
@@ -102,7 +102,7 @@ def test_retire_frees_and_unknown_versions_are_named(tmp_path: Path) -> None:
     publish(store, 4)
     publish(store, 5)
     store.retire(4)
-    with pytest.raises(StoreError, match="version 4 is not in the store; there are: 5"):
+    with pytest.raises(StoreError, match="version 4 is not in the store, which has: 5"):
         store.lease(4)
 
 

@@ -1,1 +1,1 @@
-"""One model definition for both sides: the rollout engine and the trainer run the same `transformers` module."""
+"""The model definition that engine and trainer share: both run the same `transformers` module."""

@@ -1,8 +1,8 @@
-"""Log-probs and entropies from hidden states, without ever holding the logits of all tokens twice.
+"""Log-probs and entropies from hidden states, with at most one copy of the logits of all tokens.
 
-Logits are the largest tensor of training a small model with a large vocabulary: tokens x vocabulary. Here they are
-made in chunks of tokens. Within `KEEP_BYTES` their one copy is kept, and the backward pass turns it into its own
-gradient in place; beyond that the backward pass makes them again, chunk by chunk.
+The logits (tokens x vocabulary) are the largest tensor in training a small model with a large vocabulary. Here they are
+computed in chunks of tokens. Up to `KEEP_BYTES`, one copy is kept, and the backward pass turns it into its gradient in
+place; beyond that, the backward pass computes the logits again, chunk by chunk.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES = 32 << 20  # large enough for full GEMM speed, small enough not to matter beside the weights
-KEEP_BYTES = 256 << 20  # a tenth or less of what the activations of so many tokens take
+KEEP_BYTES = 256 << 20  # a tenth or less of the memory for the activations of as many tokens
 
 
 def logprobs_and_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """[N, d] states and [V, d] output embeddings to [N] log-probs of the targets and [N] entropies."""
+    """[N] log-probs of the targets and [N] entropies, from [N, d] hidden states and [V, d] output embeddings."""
     logprobs, entropy = _Head.apply(hidden, weight, targets, temperature)  # type: ignore[no-untyped-call]
     return logprobs, entropy
 
 
 def from_logits(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """The same from [N, V] logits, for models whose head is more than a product."""
+    """The same from [N, V] logits, for models whose head is more than a matrix product."""
     distribution = (logits.float() / temperature).log_softmax(-1)
     entropy = -(distribution.exp() * distribution).sum(-1)
     return distribution.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float, out: Tensor | None = None) -> Tensor:
-    """[n, V] float32 logits, written to `out` where it is given."""
+    """[n, V] float32 logits, written to `out` if it is given."""
     if out is not None and hidden.dtype == torch.float32:
         logits = torch.mm(hidden, weight.T, out=out)
     else:

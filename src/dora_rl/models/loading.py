@@ -1,8 +1,8 @@
-"""Loading a causal language model of `transformers` from a folder, a hub name or a GGUF file.
+"""Loads a `transformers` causal language model from a folder, a hub name or a GGUF file.
 
 Invariants:
-- what is returned is a plain module in the wanted dtype on the wanted device, in evaluation mode, with no traces of
-  quantisation, so that `save_pretrained` writes safetensors which `from_pretrained` loads again;
+- the result is a plain module with the configured dtype and device, in evaluation mode and without traces of
+  quantisation, so that `from_pretrained` can load what `save_pretrained` writes;
 - no code from a model repository is ever run: `trust_remote_code` is off and can't be switched on.
 """
 
@@ -28,13 +28,13 @@ class ModelConfig(Config):
     path: str
     """A folder with safetensors, a name on the hub, or a `.gguf` file."""
     device: Device = "cpu"
-    """Where the weights live."""
+    """The device that holds the weights."""
     dtype: Dtype = "float32"
     """Precision of the weights and of the computation."""
 
 
 class LoadedModel(NamedTuple):
-    """A model and its tokenizer; a model of bare token ids has none."""
+    """A model and its tokenizer, which is None if the model works on bare token ids."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
@@ -50,12 +50,12 @@ def torch_dtype(name: Dtype) -> torch.dtype:
 
 
 def load(config: ModelConfig) -> LoadedModel:
-    """The model and its tokenizer (None where the folder has no tokenizer)."""
+    """The model and its tokenizer (None if the folder has no tokenizer)."""
     from transformers import AutoModelForCausalLM
 
     check_device(config.device)
     where = _source(config.path)
-    model: Any  # transformers' own annotations do not hold for `to` and `eval`
+    model: Any  # the annotations of transformers are wrong for `to` and `eval`
     try:
         model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch_dtype(config.dtype), trust_remote_code=False)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
@@ -68,7 +68,7 @@ def load(config: ModelConfig) -> LoadedModel:
 
 
 def linear_modules(config: ModelConfig) -> tuple[str, ...]:
-    """The last names of all linear layers but the output embeddings; no weights are read for it."""
+    """The last name components of all linear layers except the output embeddings; no weights are read for this."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -77,12 +77,12 @@ def linear_modules(config: ModelConfig) -> tuple[str, ...]:
         settings = AutoConfig.from_pretrained(**_source(config.path), trust_remote_code=False)
         model = make.from_config(settings, trust_remote_code=False)
     head = model.get_output_embeddings()
-    linear = [name for name, one in model.named_modules() if isinstance(one, torch.nn.Linear) and one is not head]
+    linear = [name for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear) and layer is not head]
     return tuple(sorted({name.rpartition(".")[2] for name in linear}))
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase | None:
-    """The tokenizer that stands beside the weights, if there is one."""
+    """The tokenizer that is stored with the weights, if there is one."""
     from transformers import AutoTokenizer
 
     folder = Path(config.path)
@@ -108,7 +108,7 @@ def check_device(device: Device) -> None:
 
 
 def _source(path: str) -> dict[str, Any]:
-    """How `from_pretrained` is told where the model is."""
+    """The arguments that tell `from_pretrained` where the model is."""
     if path.endswith(".gguf"):
         file = Path(path)
         if not file.is_file():
@@ -121,7 +121,8 @@ def _source(path: str) -> dict[str, Any]:
 
 
 def _forget_quantisation(model: Any) -> None:
-    """The weights of a GGUF file arrive dequantised; the labels that say otherwise would make it unsaveable."""
+    """Remove the attributes that mark a GGUF model as quantised: its weights are dequantised on loading, and with these
+    attributes it could not be saved."""
     for owner in (model, model.config):
         for name in ("hf_quantizer", "is_quantized", "quantization_method", "quantization_config"):
             if name in vars(owner):

@@ -1,10 +1,10 @@
-"""LoRA adapters added to the weights that they adapt: the one merge, for engines and for exported policies.
+"""Merges LoRA adapters into the weights that they adapt, both for engines and for exported policies.
 
 Invariants:
-- the sum is what `peft` computes with the adapter beside the base: alpha / rank times B A for linear layers, transposed
-  for GPT-2's `Conv1D` (which keeps its weight as [in, out]) and for embeddings;
-- every tensor of the adapter is used: one that is not is a `ModelError`, since without it another policy would be
-  served under the version's name. That refuses DoRA's magnitudes, biases and whole saved layers, by name.
+- the sum equals what `peft` computes with a separate adapter: alpha / rank times B A is added to linear layers, and its
+  transpose to GPT-2's `Conv1D` (which stores its weight as [in, out]) and to embeddings;
+- every tensor of the adapter is used. An unused tensor is a `ModelError` that names it, since without it another policy
+  would be served under the version's number; this refuses DoRA magnitudes, biases and fully saved layers.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PREFIX = "base_model.model."
-"""Before each name that `peft` gives."""
+"""The prefix of all tensor names of `peft`."""
 _LINEAR = (".lora_A.weight", ".lora_B.weight")
 _EMBEDDING = (".lora_embedding_A", ".lora_embedding_B")
 
 
 class _Pair(NamedTuple):
-    """The two halves for one weight, by their names in the adapter."""
+    """The names of the two adapter tensors for one weight."""
 
     a: str
     b: str
@@ -36,7 +36,7 @@ def merge(
 ) -> Iterator[tuple[str, Tensor]]:
     """The weights of the plain model, with the adapter added to those that it adapts.
 
-    `transposed` are the names of weights that lie as [in, out].
+    `transposed` has the names of weights that are stored as [in, out].
     """
     pairs = _pairs(adapter)
     for name, tensor in base:
@@ -49,11 +49,18 @@ def merge(
             delta = delta.T
         yield name, (tensor.float() + delta.to(tensor.device)).to(tensor.dtype)
     if pairs:
-        raise ModelError(f"the adapter has a part for '{min(pairs)}', which is no weight of the model")
+        raise ModelError(f"the adapter has tensors for '{min(pairs)}', which is not a weight of the model")
+
+
+def base_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a plain or adapted model without its adapter, under the names of the plain model."""
+    for name, tensor in model.state_dict().items():
+        if ".lora_" not in name:
+            yield name.replace(".base_layer.", "."), tensor.detach()
 
 
 def transposed(model: Any) -> set[str]:
-    """Names of the weights of a plain or adapted model that lie as [in, out]."""
+    """Names of the weights of a plain or adapted model that are stored as [in, out]."""
     return {
         f"{name.removesuffix('.base_layer')}.weight"
         for name, module in model.named_modules()

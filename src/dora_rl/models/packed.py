@@ -1,11 +1,11 @@
 """Attention over trajectories packed without padding, plugged in through transformers' attention interface.
 
-A packed forward is one row of N tokens. Everything but attention treats tokens alone, so it needs no padding at all.
-For attention the tokens are gathered into rows, one for each trajectory, and rows of like length form a bucket that
-is padded on the right. Under a causal mask padding on the right is never looked at, so no mask is needed.
+A packed forward pass has one row of N tokens. Everything except attention treats each token separately and needs no
+padding. For attention the tokens are gathered into rows, one per trajectory, and rows of similar length form a bucket
+that is padded on the right. Under a causal mask no token attends to padding on its right, so no other mask is needed.
 
-A token may stand in several rows: siblings share the tokens of their prompt, which are computed once. Its attention
-output is taken from one of them (they are equal), and its keys and values receive the gradients of all.
+A token may be in several rows: siblings share the tokens of their prompt, which are computed once. The attention output
+of such a token is taken from one of its rows (they are equal), and its keys and values receive the gradients of all.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ NAME = "dora_packed"
 class PackedLayout:
     """Which tokens attend to which."""
 
-    shapes: tuple[tuple[int, int], ...]
+    buckets: tuple[tuple[int, int], ...]
     """(rows, length) of each bucket."""
     inputs: Tensor
-    """[M] the packed index of each token of the flattened, concatenated buckets; padding repeats an index and is never
-    read."""
+    """[M] the packed index of each token of the flattened, concatenated buckets; padding repeats the index of the first
+    token of its row and is never read."""
     outputs: Tensor
-    """[N] where each packed token's output stands in the flattened, concatenated buckets."""
+    """[N] the index of each packed token's output in the flattened, concatenated buckets."""
 
     def to(self, device: torch.device) -> PackedLayout:
-        return PackedLayout(self.shapes, self.inputs.to(device), self.outputs.to(device))
+        return PackedLayout(self.buckets, self.inputs.to(device), self.outputs.to(device))
 
 
 def packed_attention(
@@ -54,18 +54,18 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """[1, H, N, D] queries, keys and values to [1, N, H, D]; the signature is that of transformers."""
+    """Map [1, H, N, D] queries, keys and values to [1, N, H, D] outputs; the signature is that of transformers."""
     if s_aux is not None:
-        raise ModelError(f"{type(module).__name__} uses attention sinks, which packed training does not know")
+        raise ModelError(f"{type(module).__name__} uses attention sinks, which packed training does not support")
     assert attention_mask is None
-    sizes = [rows * length for rows, length in packed.shapes]
-    # All buckets are gathered at once: the backward pass adds up their gradients in one sweep over the packed tokens.
+    sizes = [rows * length for rows, length in packed.buckets]
+    # All buckets are gathered at once: the backward pass adds up their gradients in one pass over the packed tokens.
     gathered = [
         torch.split(tensor[0].transpose(0, 1).index_select(0, packed.inputs), sizes) for tensor in (query, key, value)
     ]
     outputs = []
-    for shape, *parts in zip(packed.shapes, *gathered, strict=True):
-        q, k, v = (part.view(*shape, *part.shape[1:]).transpose(1, 2) for part in parts)
+    for bucket, *tensors in zip(packed.buckets, *gathered, strict=True):
+        q, k, v = (tensor.view(*bucket, *tensor.shape[1:]).transpose(1, 2) for tensor in tensors)
         attended = _attend(q, k, v, scaling, dropout, sliding_window, softcap)
         outputs.append(attended.transpose(1, 2).flatten(0, 1))
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -75,7 +75,7 @@ def packed_attention(
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, scaling: float | None, dropout: float, window: int | None, softcap: float | None
 ) -> Tensor:
-    """Causal attention [b, H, L, D] with fewer heads in k and v than in q, perhaps."""
+    """Causal attention over [b, H, L, D]; k and v may have fewer heads than q."""
     length = q.shape[2]
     grouped = q.shape[1] != k.shape[1]
     windowed = window is not None and window < length

@@ -1,4 +1,4 @@
-"""The trainer's configuration."""
+"""The trainer's configuration. It imports neither torch nor numpy, so that command lines start quickly."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from dora_rl.trainer.algorithms.algorithm import Aggregation, Clip, Correction
 
 
 class AlgorithmConfig(Config):
-    """What is optimised. What is left out is the algorithm's own."""
+    """The objective. Settings that are left out take the algorithm's defaults."""
 
     name: str = Field(default="grpo", description=f"One of: {', '.join(all_algorithms())}.")
     aggregation: Aggregation | None = None
     """How token losses are averaged."""
     constant_length: int | None = Field(default=None, gt=0)
-    """Tokens by which `constant_length` divides each trajectory: the longest response allowed."""
+    """Number of tokens by which the aggregation `constant_length` divides: usually the longest response allowed."""
     clip_low: float | None = Field(default=None, ge=0, le=1)
-    """The ratio is bounded below by 1 - clip_low."""
+    """The lower bound of the ratio is 1 - clip_low."""
     clip_high: float | None = Field(default=None, ge=0)
-    """The ratio is bounded above by 1 + clip_high."""
+    """The upper bound of the ratio is 1 + clip_high."""
     clip_negative: float | None = Field(default=None, gt=1)
-    """The ratio is bounded above by this where the advantage is negative."""
+    """Upper bound of the ratio where the advantage is negative."""
     correction: Correction = "none"
-    """What is done about the gap between the engine's and the trainer's log-probs."""
+    """How the gap between the engine's and the trainer's log-probs is corrected."""
     correction_low: float = Field(default=0.5, ge=0)
-    """Masks drop what has a gap below this."""
+    """Masks drop tokens or trajectories with a gap below this."""
     correction_high: float = Field(default=2.0, gt=0)
-    """Truncation caps the gap here; masks drop what lies above."""
+    """Truncation caps the gap at this; masks drop tokens or trajectories with a gap above it."""
     kl_coefficient: float = Field(default=0.0, ge=0)
-    """Weight of the KL divergence to the reference policy, the one that training started from."""
+    """Weight of the KL divergence from the reference policy, which is the policy that training started from."""
     entropy_coefficient: float = 0.0
     """Weight of the entropy bonus."""
     no_signal: Literal["train", "skip"] = "train"
-    """A group whose advantages are all zero counts in the average like any other, or is left out of it. Where its
-    gradient is zero, it is not computed."""
+    """Whether a group whose advantages are all zero counts in the average or is left out of it. Where its gradient is
+    zero, it is not computed."""
 
     @field_validator("name")
     @classmethod
@@ -52,17 +52,17 @@ class AlgorithmConfig(Config):
 
     @property
     def averaging(self) -> Aggregation:
-        """How token losses are averaged, set or usual."""
+        """How token losses are averaged: the setting, or else the algorithm's default."""
         return self.aggregation or get_algorithm(self.name).aggregation
 
     @property
     def bounds(self) -> Clip:
-        """The algorithm's clip with what is set here."""
-        usual = get_algorithm(self.name).clip
+        """The clipping bounds: the settings, or else the algorithm's defaults."""
+        default = get_algorithm(self.name).clip
         return Clip(
-            usual.low if self.clip_low is None else self.clip_low,
-            usual.high if self.clip_high is None else self.clip_high,
-            usual.negative if self.clip_negative is None else self.clip_negative,
+            default.low if self.clip_low is None else self.clip_low,
+            default.high if self.clip_high is None else self.clip_high,
+            default.negative if self.clip_negative is None else self.clip_negative,
         )
 
 
@@ -70,25 +70,25 @@ class OptimiserConfig(Config):
     """AdamW and its schedule."""
 
     learning_rate: float = Field(default=1e-6, gt=0)
-    """The highest of the schedule."""
+    """The highest learning rate of the schedule."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of the moments."""
+    """Decay rates of the first and second moment."""
     epsilon: float = Field(default=1e-8, gt=0)
-    """Added to the root of the second moment."""
+    """Added to the square root of the second moment."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Of matrices; vectors (norms, biases) are not decayed."""
+    """Weight decay of matrices; vectors (norms, biases) are not decayed."""
     warmup_updates: int = Field(default=0, ge=0)
-    """The learning rate grows linearly from zero over so many updates."""
+    """Number of updates over which the learning rate grows linearly from zero."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up; linear and cosine fall to `final_share` at `total_updates`."""
+    """Schedule after the warm-up; linear and cosine fall to `final_share` at `total_updates`."""
     total_updates: int | None = Field(default=None, gt=0)
-    """Where a falling schedule ends."""
+    """The update at which a falling schedule ends."""
     final_share: float = Field(default=0.0, ge=0, le=1)
     """Share of the learning rate at the end of a falling schedule."""
     max_gradient_norm: float | None = Field(default=1.0, gt=0)
-    """Gradients are scaled down to this norm."""
+    """Gradients with a larger norm are scaled down to this norm."""
     offload: bool = False
-    """Keep the optimiser's state and its copy of the weights in host memory and update there."""
+    """Keep the optimiser's state and its copy of the weights in host memory, and run the update there."""
 
     @model_validator(mode="after")
     def _has_end(self) -> Self:
@@ -98,57 +98,57 @@ class OptimiserConfig(Config):
 
 
 class LoraConfig(Config):
-    """Train a low-rank adapter over frozen weights."""
+    """A low-rank adapter that is trained over frozen weights."""
 
     rank: int = Field(default=16, gt=0)
-    """Inner dimension."""
+    """Inner dimension of the adapter."""
     alpha: int = Field(default=32, gt=0)
     """The adapter is scaled by alpha / rank."""
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
-    """Names of the modules that get one: linear layers or, unless they are tied to the output, the embeddings."""
+    """Names of the modules that get an adapter: linear layers, or embeddings that are not tied to the output."""
 
     @property
     def scale(self) -> float:
-        """What the adapter is multiplied by."""
+        """The factor by which the adapter is multiplied."""
         return self.alpha / self.rank
 
 
 class MoeConfig(Config):
-    """For mixture-of-experts models."""
+    """Settings of mixture-of-experts models."""
 
     replay_routing: bool = True
-    """Use the experts that rollout used, where the trajectory says which."""
+    """Route each token to the experts that rollout used, where the trajectory has recorded them."""
     auxiliary_loss: float = Field(default=0.0, ge=0)
     """Weight of the load-balancing loss."""
 
 
 class TrainerConfig(Config):
-    """How groups become the next version."""
+    """How the trainer computes the next version from groups."""
 
     ranks: int = Field(1, ge=1)
-    """Processes that train together; weights, gradients and optimiser are sharded over them by FSDP2."""
+    """Number of trainer processes; weights, gradients and optimiser state are sharded over them by FSDP2."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    """What is optimised."""
+    """The objective."""
     optimiser: OptimiserConfig = OptimiserConfig()
-    """How it is optimised."""
+    """AdamW and its schedule."""
     lora: LoraConfig | None = None
-    """None trains all weights."""
+    """The adapter to train; without this section, all weights are trained."""
     moe: MoeConfig = MoeConfig()
-    """For mixture-of-experts models."""
+    """Settings of mixture-of-experts models."""
     micro_batch_tokens: int = Field(default=4096, gt=0)
-    """Tokens in one forward and backward pass, on each process."""
+    """Tokens in one forward and backward pass of each rank."""
     mini_batches: int = Field(default=1, gt=0)
-    """Optimiser updates into which a step's groups are divided."""
+    """Number of optimiser updates over which the groups of a step are divided."""
     epochs: int = Field(default=1, gt=0)
     """Passes over the groups of a step."""
     temperature: float = Field(default=1.0, gt=0)
-    """The one that rollout sampled with."""
+    """The temperature that rollout samples with."""
     gradient_checkpointing: bool = False
-    """Compute activations again in the backward pass, to save memory."""
+    """Recompute activations in the backward pass to save memory."""
     precision: Literal["float32", "bfloat16"] = "float32"
-    """Of the products; weights, gradients and optimiser stay float32."""
+    """Precision of matrix products; weights, gradients and optimiser state stay float32."""
 
     @property
     def streams(self) -> bool:
-        """Gradients can be computed as groups come: one update, and advantages that need only their own group."""
+        """Whether gradients can be computed as groups arrive: one update, and advantages that need only their group."""
         return self.mini_batches == self.epochs == 1 and get_algorithm(self.algorithm.name).scope == "group"

@@ -1,4 +1,4 @@
-"""What a step reports, under the field's names."""
+"""The metrics of a step, under the names in common use."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ SUMS = (
 )
 
 
-def of_groups(groups: Sequence[Group], step: StepId) -> dict[str, float]:
-    """What the trajectories themselves say."""
+def group_metrics(groups: Sequence[Group], step: StepId) -> dict[str, float]:
+    """Metrics that depend on the trajectories only."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     rewards = np.array([trajectory.reward for trajectory in trajectories])
     lengths = np.array([trajectory.response_length for trajectory in trajectories])
@@ -52,8 +52,8 @@ def of_groups(groups: Sequence[Group], step: StepId) -> dict[str, float]:
     }
 
 
-def of_tokens(sums: dict[str, float], max_ratio: float, denominator: int) -> dict[str, float]:
-    """Means over trained tokens; a name is absent where nothing was measured."""
+def token_metrics(sums: dict[str, float], max_ratio: float, denominator: int) -> dict[str, float]:
+    """Means over trained tokens; a metric is absent if nothing was measured for it."""
     tokens = sums.get("tokens")
     if not tokens:
         return {}
@@ -69,15 +69,15 @@ def of_tokens(sums: dict[str, float], max_ratio: float, denominator: int) -> dic
     metrics["ratio/max"] = max_ratio
     metrics["loss"] = sums["loss"] / denominator
     if sums.get("fresh_tokens"):
-        # Only where rollout and trainer hold the same version does their difference come from the engines alone.
+        # If rollout and trainer hold the same version, their difference has no other cause than the two engines.
         metrics["mismatch_kl"] = sums["mismatch_kl"] / sums["fresh_tokens"]
         metrics["mismatch_gap"] = sums["mismatch_gap"] / sums["fresh_tokens"]
         metrics["mismatch_tokens"] = sums["fresh_tokens"]
     return metrics
 
 
-def of_experts(load: Sequence[torch.Tensor]) -> dict[str, float]:
-    """How unevenly experts are used: 1 is even, the number of experts is the worst."""
+def expert_metrics(load: Sequence[torch.Tensor]) -> dict[str, float]:
+    """How unevenly tokens are spread over the experts: `load_max` is 1 if evenly, at worst the number of experts."""
     if not load:
         return {}
     shares = [counts.float() * len(counts) / counts.sum() for counts in load]
@@ -88,26 +88,26 @@ def of_experts(load: Sequence[torch.Tensor]) -> dict[str, float]:
     }
 
 
-def add_load(total: list[torch.Tensor], routers: Routers, *, counts: bool) -> None:
-    """Add the expert load of the last forward pass. One that does not count adds zeros, so that all processes have as
-    many loads to sum, also those without work of their own."""
-    load = [one * counts for one in routers.load()]
+def add_expert_load(total: list[torch.Tensor], routers: Routers, *, include: bool) -> None:
+    """Add the expert load of the last forward pass. With `include=False` zeros are added, so that all ranks have the
+    same number of loads to reduce, also ranks without a micro-batch."""
+    load = [counts * include for counts in routers.load()]
     if not total:
         total.extend(load)
         return
-    for sum_, one in zip(total, load, strict=True):
-        sum_ += one
+    for sum_, counts in zip(total, load, strict=True):
+        sum_ += counts
 
 
 def training_flops(model: Any, tokens: int, attended: int) -> float:
-    """Forward and backward of `tokens` tokens with `attended` (query, key) pairs.
+    """Floating-point operations of a forward and backward pass over `tokens` tokens with `attended` (query, key) pairs.
 
-    Three times the forward pass: 2 for each weight that multiplies a token, and 4 for each pair, head and its width.
+    This is three times the forward pass, which has 2 operations per token and weight, and 4 per pair and head width.
     """
     config = model.config.get_text_config()
-    skipped = model.get_input_embeddings().weight
-    tied = skipped is model.get_output_embeddings().weight
-    weights: float = sum(parameter.numel() for parameter in model.parameters()) - (0 if tied else skipped.numel())
+    embeddings = model.get_input_embeddings().weight  # looked up, not multiplied, unless they are the output's too
+    tied = embeddings is model.get_output_embeddings().weight
+    weights: float = sum(parameter.numel() for parameter in model.parameters()) - (0 if tied else embeddings.numel())
     experts, used = getattr(config, "num_experts", None), getattr(config, "num_experts_per_tok", None)
     if experts and used:
         routed = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
@@ -120,7 +120,7 @@ def training_flops(model: Any, tokens: int, attended: int) -> float:
 
 @functools.cache
 def peak_flops(device: str) -> float:
-    """The best rate of a large float32 product on this device, measured once: the yardstick for `mfu`."""
+    """The best measured rate of a large float32 matrix product on this device: the reference of `mfu`."""
     size = 1024
     a, b = torch.randn(size, size, device=device), torch.randn(size, size, device=device)
     best = float("inf")

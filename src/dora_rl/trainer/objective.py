@@ -1,7 +1,7 @@
-"""From the policy's output on a micro-batch to the sum that is differentiated.
+"""Computes, from the policy's output on a micro-batch, the sum that is differentiated.
 
-The sum is not yet divided by the aggregation's denominator: that is known only when the step closes, and dividing
-then gives streamed and batched steps the same gradient.
+The sum is not yet divided by the denominator of the aggregation: that is known only when the step closes, and dividing
+by it then gives streamed and batched steps the same gradient.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from dora_rl.trainer.policy import PolicyOutput
 
 
 class References(NamedTuple):
-    """[N] log-probs of the trained tokens under other policies, where the objective needs them."""
+    """[N] log-probs of the trained tokens under other policies, if the objective needs them."""
 
     reference: Tensor | None = None
-    """The policy that KL is measured to."""
+    """Under the reference policy of the KL term."""
     anchor: Tensor | None = None
-    """The trainer's own policy at the start of the step; None means that this pass is the start."""
+    """Under the trainer's own policy at the start of the step; None if this pass is at the start."""
 
 
 class MicroLoss(NamedTuple):
@@ -34,13 +34,13 @@ class MicroLoss(NamedTuple):
     total: Tensor
     """The sum to differentiate."""
     finite: Tensor
-    """[S] false for a trajectory whose loss is not a number."""
+    """[S] false for a trajectory whose loss is not finite."""
     sums: dict[str, Tensor]
     """Sums over trained tokens, for metrics."""
     kl: Tensor
-    """[S] sums over tokens of the estimated KL from the behaviour policy to the policy."""
+    """[S] estimates of KL(behaviour policy || policy), summed over the tokens of each trajectory."""
     gap: Tensor
-    """[N] how much higher the behaviour policy's log-prob of each token is than the policy's."""
+    """[N] log-prob of each token under the behaviour policy minus that under the policy."""
     max_ratio: Tensor
 
 

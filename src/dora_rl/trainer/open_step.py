@@ -1,7 +1,8 @@
-"""The step that is open: what has been accumulated towards the next version.
+"""The open step: what has been accumulated towards the next version.
 
-Gradient sums live in the parameters' `.grad`; the denominator, metric sums and the groups themselves live here. The
-groups are kept until the step closes: several updates need them, and so does finding the culprit of a bad gradient.
+Gradient sums are in the parameters' `.grad`; the denominator, the metric sums and the groups themselves are here. The
+groups are kept until the step closes: several updates need them, and so does the search for the trajectories that
+cause a non-finite gradient.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class OpenStep:
-    """One step between its first group and its update."""
+    """One step, from its first group to its last update."""
 
     step: StepId
     groups: list[Group] = field(default_factory=list)
@@ -33,35 +34,38 @@ class OpenStep:
     skipped: set[GroupId] = field(default_factory=set)
     no_signal: int = 0
     denominator: int = 0
-    """Of the gradient sums accumulated since the last update."""
-    denominators: int = 0
-    """Of all updates of the step."""
+    """Denominator of the gradient sums accumulated since the last update."""
+    total_denominator: int = 0
+    """Sum of the denominators of all updates of the step."""
     sums: dict[str, float] = field(default_factory=dict)
     max_ratio: float = 0.0
-    gaps: torch.Tensor | None = None
-    """Counts of tokens by how far engine and trainer are apart (`gaps.histogram`)."""
+    gap_counts: torch.Tensor | None = None
+    """Numbers of tokens by the distance between engine and trainer log-probs (`logprob_gap.histogram`)."""
     expert_load: list[torch.Tensor] = field(default_factory=list)
     seconds: float = 0.0
     packed_tokens: int = 0
     trained_tokens: int = 0
-    attended: int = 0
-    """(query, key) pairs."""
+    attended_pairs: int = 0
+    """Number of (query, key) pairs in attention."""
 
-    def take(self, groups: Sequence[Group]) -> None:
-        """Groups for this step: each once, none from a version that does not exist yet."""
+    def add(self, groups: Sequence[Group]) -> None:
+        """Add groups to this step. A group is added once, and its version exists when the step starts."""
         known = {group.id for group in self.groups}
         for group in groups:
             if group.id in known:
                 raise IntegrityError(f"group {group.id} is already in step {self.step}")
             if group.version > self.step:
                 raise IntegrityError(
-                    f"group {group.id} is of version {group.version}, which step {self.step} can't know"
+                    f"group {group.id} is of version {group.version}, which does not exist before step {self.step}"
                 )
             known.add(group.id)
         self.groups.extend(groups)
 
     def score(self, groups: list[Group], config: AlgorithmConfig) -> list[Group]:
-        """Give groups their advantages; those to be trained. Groups without signal are counted, skipped or not."""
+        """Compute the advantages of groups and return the groups to train.
+
+        A group whose advantages are all zero is counted in `no_signal`, and in `skipped` if it is left out.
+        """
         rewards: list[NDArray[np.float64]] = [
             np.array([trajectory.reward for trajectory in group.trajectories]) for group in groups
         ]

@@ -1,6 +1,6 @@
-"""AdamW, its schedule, clipping, and its state in host memory where wanted.
+"""AdamW with its schedule and gradient clipping, and optionally with its state in host memory.
 
-Invariant: `update` either applies a finite gradient or leaves weights and state untouched.
+Invariant: only a finite gradient is applied; the trainer checks `gradient_norm` before it calls `update`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dora_rl.trainer.config import OptimiserConfig
 
 
 def learning_rate(config: OptimiserConfig, update: int) -> float:
-    """The rate of update 0, 1, 2 ..."""
+    """The learning rate of an update; the first one is update 0."""
     if update < config.warmup_updates:
         return config.learning_rate * (update + 1) / config.warmup_updates
     if config.schedule == "constant":
@@ -31,7 +31,7 @@ def learning_rate(config: OptimiserConfig, update: int) -> float:
 
 
 class OptimiserSnapshot(NamedTuple):
-    """Weights and state at one moment."""
+    """Copies of weights and optimiser state."""
 
     weights: list[Tensor]
     state: dict[int, dict[str, Tensor]]
@@ -53,10 +53,10 @@ class Optimiser:
                 )
         self.names = [name for name, _ in trainable]
         self.parameters = [parameter for _, parameter in trainable]
-        # With offload, AdamW sees copies in host memory; otherwise the parameters themselves.
-        self._hosted = [_host_copy(parameter) for parameter in self.parameters] if config.offload else self.parameters
-        matrices = [tensor for tensor in self._hosted if tensor.ndim > 1]
-        vectors = [tensor for tensor in self._hosted if tensor.ndim <= 1]
+        # With offload, AdamW updates copies in host memory; otherwise it updates the parameters themselves.
+        self._master = [_host_copy(parameter) for parameter in self.parameters] if config.offload else self.parameters
+        matrices = [tensor for tensor in self._master if tensor.ndim > 1]
+        vectors = [tensor for tensor in self._master if tensor.ndim <= 1]
         groups = [
             {"params": matrices, "weight_decay": config.weight_decay},
             {"params": vectors, "weight_decay": 0.0},
@@ -70,15 +70,15 @@ class Optimiser:
         )
 
     def gradient_norm(self, scale: float) -> float:
-        """Norm of the accumulated gradient times `scale`, over all processes."""
+        """Norm of the accumulated gradient times `scale`, over all ranks."""
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm) * scale
 
     def update(self, scale: float, norm: float) -> None:
-        """One AdamW step with the accumulated gradient times `scale`, whose norm is `norm`; gradients are cleared.
+        """One AdamW step with the accumulated gradient times `scale`, whose norm is `norm`; clears the gradients.
 
-        If nothing was accumulated the gradient is zero, and the moments go on with that.
+        If nothing was accumulated, the gradient is zero, and the moments decay accordingly.
         """
         if all(parameter.grad is None for parameter in self.parameters):
             for parameter in self.parameters:
@@ -93,22 +93,22 @@ class Optimiser:
         if scale != 1.0:
             torch._foreach_mul_([_local(gradient) for gradient in gradients], scale)
         if self.config.offload:
-            for parameter, host in zip(self.parameters, self._hosted, strict=True):
-                host.grad = None if parameter.grad is None else _local(parameter.grad).to("cpu", host.dtype)
+            for parameter, master in zip(self.parameters, self._master, strict=True):
+                master.grad = None if parameter.grad is None else _local(parameter.grad).to("cpu", master.dtype)
         self.adamw.step()
         self.updates += 1
         if self.config.offload:
             with torch.no_grad():
-                for parameter, host in zip(self.parameters, self._hosted, strict=True):
-                    _local(parameter).copy_(host)
-                    host.grad = None
+                for parameter, master in zip(self.parameters, self._master, strict=True):
+                    _local(parameter).copy_(master)
+                    master.grad = None
         self.clear()
 
     def snapshot(self) -> OptimiserSnapshot:
-        """Copies of the weights and of the state, to undo updates with."""
+        """Copies of the weights and of the state, with which `restore` undoes updates."""
         state = {
-            place: {name: value.clone() for name, value in self.adamw.state[tensor].items()}
-            for place, tensor in enumerate(self._hosted)
+            index: {name: value.clone() for name, value in self.adamw.state[tensor].items()}
+            for index, tensor in enumerate(self._master)
             if tensor in self.adamw.state
         }
         return OptimiserSnapshot(
@@ -122,51 +122,51 @@ class Optimiser:
             for parameter, weights in zip(self.parameters, snapshot.weights, strict=True):
                 _local(parameter).copy_(weights)
         self.adamw.state.clear()
-        for place, values in snapshot.state.items():
-            self.adamw.state[self._hosted[place]] = values
+        for index, values in snapshot.state.items():
+            self.adamw.state[self._master[index]] = values
         self.updates = snapshot.updates
         self.refresh()
 
     def moments(self) -> dict[str, Tensor]:
-        """AdamW's state as `moment.KIND.PARAMETER`, sharded like the parameters."""
+        """AdamW's state by the names `moment.KIND.PARAMETER`, sharded like the parameters."""
         named: dict[str, Tensor] = {}
-        for name, parameter, host in zip(self.names, self.parameters, self._hosted, strict=True):
-            for kind, value in self.adamw.state.get(host, {}).items():
+        for name, parameter, master in zip(self.names, self.parameters, self._master, strict=True):
+            for kind, value in self.adamw.state.get(master, {}).items():
                 named[f"moment.{kind}.{name}"] = _like(value, parameter)
         return named
 
     def allocate(self, names: set[str]) -> None:
-        """Zero moments for these parameters and none for the others, to be filled from a checkpoint."""
+        """Allocate zero moments for these parameters and none for the others; a checkpoint fills them."""
         self.adamw.state.clear()
-        for name, host in zip(self.names, self._hosted, strict=True):
+        for name, master in zip(self.names, self._master, strict=True):
             if name in names:
-                self.adamw.state[host] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=host.device),
-                    "exp_avg": torch.zeros_like(host),
-                    "exp_avg_sq": torch.zeros_like(host),
+                self.adamw.state[master] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=master.device),
+                    "exp_avg": torch.zeros_like(master),
+                    "exp_avg_sq": torch.zeros_like(master),
                 }
 
-    def take_moments(self, named: dict[str, Tensor]) -> None:
-        """Take the state over from the form of `moments`."""
-        for name, host in zip(self.names, self._hosted, strict=True):
-            for kind, value in self.adamw.state.get(host, {}).items():
+    def load_moments(self, named: dict[str, Tensor]) -> None:
+        """Load state with the names and the sharding of `moments`."""
+        for name, master in zip(self.names, self._master, strict=True):
+            for kind, value in self.adamw.state.get(master, {}).items():
                 _local(value).copy_(_local(named[f"moment.{kind}.{name}"]))
 
     def refresh(self) -> None:
-        """Take over weights that were loaded into the module from elsewhere."""
+        """Update the copies in host memory after the module's weights were changed from outside."""
         if self.config.offload:
             with torch.no_grad():
-                for parameter, host in zip(self.parameters, self._hosted, strict=True):
-                    host.copy_(_local(parameter))
+                for parameter, master in zip(self.parameters, self._master, strict=True):
+                    master.copy_(_local(parameter))
 
     def clear(self) -> None:
-        """Forget the accumulated gradient."""
+        """Discard the accumulated gradient."""
         for parameter in self.parameters:
             parameter.grad = None
 
 
 def all_finite(gradients: Iterable[Tensor]) -> bool:
-    """Whether every element of the local parts is a number."""
+    """Whether all elements of the local shards are finite."""
     return all(bool(_local(gradient).isfinite().all()) for gradient in gradients)
 
 
@@ -175,7 +175,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _like(value: Tensor, parameter: Tensor) -> Tensor:
-    """A part of the state of a sharded parameter, as a sharded tensor."""
+    """State of a parameter; as a sharded tensor if the parameter is sharded."""
     if not isinstance(parameter, DTensor) or isinstance(value, DTensor) or value.ndim == 0:
         return value
     return DTensor.from_local(

@@ -1,10 +1,10 @@
-"""Trajectories to micro-batches, without padding.
+"""Packs trajectories into micro-batches without padding.
 
 Invariants:
-- every trajectory is in exactly one micro-batch, whole; its tokens appear in order;
-- a micro-batch holds at most `budget` tokens, unless a single trajectory is longer than that: then it is alone;
-- siblings in one micro-batch share the tokens before their first trained one where these are equal, so a prompt is
-  computed once for all of them. The gradient is the same, since it sums over all that look at the prompt.
+- every trajectory is completely in exactly one micro-batch, with its tokens in order;
+- a micro-batch has at most `budget` tokens, unless it consists of a single trajectory that is longer;
+- siblings in one micro-batch share the tokens before their first trained token if these are equal, so a prompt is
+  computed once for all of them. The gradient is the same, since it is summed over all tokens that attend to the prompt.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from dora_rl.models.packed import PackedLayout
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# A row may be padded up to this share of its bucket's length: more buckets mean more calls, fewer mean more padding.
+# A row goes into a bucket if it fills at least this share of the bucket's length: a higher share means more buckets and
+# so more attention calls, a lower one means more padding.
 _FILL = 0.7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """P packed tokens, of which N predictions are trained, of S trajectories."""
+    """P packed tokens of S trajectories, with N trained tokens among them."""
 
     trajectories: tuple[Trajectory, ...]
     tokens: Tensor
@@ -38,15 +39,15 @@ class MicroBatch:
     """[1, P]"""
     layout: PackedLayout
     predictors: Tensor
-    """[N] packed index of the token whose hidden state predicts each trained token."""
+    """[N] the packed index of the token whose hidden state predicts each trained token."""
     targets: Tensor
-    """[N]"""
+    """[N] the trained tokens."""
     behaviour: Tensor
-    """[N] behaviour log-probs."""
+    """[N] their behaviour log-probs."""
     sequence: Tensor
-    """[N] index of the trajectory, 0..S-1."""
+    """[N] index of each token's trajectory, 0..S-1."""
     lengths: Tensor
-    """[S] trained tokens."""
+    """[S] number of trained tokens of each trajectory."""
     experts: Tensor | None
     """[P, L, E] the experts that rollout used; -1 where unknown."""
 
@@ -68,25 +69,25 @@ class MicroBatch:
 
 
 def plan(groups: Iterable[Group], budget: int) -> list[list[Trajectory]]:
-    """Which trajectories go together: siblings stay together as far as the budget allows, largest chunks first."""
+    """Assign trajectories to micro-batches; siblings stay together as far as the budget allows."""
     chunks: list[tuple[int, list[Trajectory]]] = []
     for group in groups:
         for family in _families(group):
             chunks.extend(_chunks(family, budget))
     chunks.sort(key=lambda chunk: -chunk[0])
     bins: list[tuple[int, list[Trajectory]]] = []
-    for size, members in chunks:
-        for place, (used, held) in enumerate(bins):
+    for size, trajectories in chunks:
+        for index, (used, packed) in enumerate(bins):
             if used + size <= budget:
-                bins[place] = (used + size, held + members)
+                bins[index] = (used + size, packed + trajectories)
                 break
         else:
-            bins.append((size, list(members)))
-    return [members for _, members in bins]
+            bins.append((size, list(trajectories)))
+    return [trajectories for _, trajectories in bins]
 
 
 def pack(trajectories: Sequence[Trajectory]) -> MicroBatch:
-    """One micro-batch of these trajectories."""
+    """Pack these trajectories into one micro-batch."""
     tokens: list[NDArray[np.int32]] = []
     positions: list[NDArray[np.int64]] = []
     experts: list[NDArray[np.int16]] = []
@@ -94,14 +95,14 @@ def pack(trajectories: Sequence[Trajectory]) -> MicroBatch:
     prompts: dict[bytes, NDArray[np.int64]] = {}
     size = 0
 
-    def add(trajectory: Trajectory, part: slice) -> NDArray[np.int64]:
+    def add(trajectory: Trajectory, span: slice) -> NDArray[np.int64]:
         nonlocal size
-        tokens.append(trajectory.tokens[part])
-        positions.append(np.arange(part.start, part.stop))
+        tokens.append(trajectory.tokens[span])
+        positions.append(np.arange(span.start, span.stop))
         if trajectory.routed_experts is not None:
-            experts.append(trajectory.routed_experts[part])
-        size += part.stop - part.start
-        return np.arange(size - (part.stop - part.start), size)
+            experts.append(trajectory.routed_experts[span])
+        size += span.stop - span.start
+        return np.arange(size - (span.stop - span.start), size)
 
     for trajectory in trajectories:
         prompt = trajectory.prompt_length
@@ -130,7 +131,7 @@ def pack(trajectories: Sequence[Trajectory]) -> MicroBatch:
 
 
 def _families(group: Group) -> list[list[Trajectory]]:
-    """Siblings by equal prompt, longest first."""
+    """Siblings with equal prompts, longest first."""
     families: dict[bytes, list[Trajectory]] = {}
     for trajectory in sorted(group.trajectories, key=lambda trajectory: -len(trajectory.tokens)):
         families.setdefault(trajectory.tokens[: trajectory.prompt_length].tobytes(), []).append(trajectory)
@@ -138,7 +139,7 @@ def _families(group: Group) -> list[list[Trajectory]]:
 
 
 def _chunks(family: Sequence[Trajectory], budget: int) -> list[tuple[int, list[Trajectory]]]:
-    """Siblings that share a prompt, cut into sets that fit the budget."""
+    """Siblings that share a prompt, divided into chunks that fit the budget, with the number of tokens of each."""
     prompt = family[0].prompt_length
     chunks: list[tuple[int, list[Trajectory]]] = []
     for trajectory in family:
@@ -151,25 +152,25 @@ def _chunks(family: Sequence[Trajectory], budget: int) -> list[tuple[int, list[T
 
 
 def _layout(rows: list[NDArray[np.int64]], size: int) -> PackedLayout:
-    """Rows of like length in buckets, longest first."""
-    buckets: list[list[NDArray[np.int64]]] = []
+    """Rows of similar length in buckets, longest first."""
+    filled: list[list[NDArray[np.int64]]] = []
     for row in sorted(rows, key=len, reverse=True):
-        if buckets and len(row) >= _FILL * len(buckets[-1][0]):
-            buckets[-1].append(row)
+        if filled and len(row) >= _FILL * len(filled[-1][0]):
+            filled[-1].append(row)
         else:
-            buckets.append([row])
+            filled.append([row])
     outputs = np.empty(size, dtype=np.int64)
-    shapes: list[tuple[int, int]] = []
+    buckets: list[tuple[int, int]] = []
     padded: list[NDArray[np.int64]] = []
     offset = 0
-    for bucket in buckets:
+    for bucket in filled:
         length = len(bucket[0])
-        index = np.zeros((len(bucket), length), dtype=np.int64)
-        for place, row in enumerate(bucket):
-            index[place, : len(row)] = row
-            index[place, len(row) :] = row[0]
-            outputs[row] = offset + place * length + np.arange(len(row))
-        offset += index.size
-        shapes.append((len(bucket), length))
-        padded.append(index.ravel())
-    return PackedLayout(tuple(shapes), torch.from_numpy(np.concatenate(padded)), torch.from_numpy(outputs))
+        inputs = np.zeros((len(bucket), length), dtype=np.int64)
+        for number, row in enumerate(bucket):
+            inputs[number, : len(row)] = row
+            inputs[number, len(row) :] = row[0]
+            outputs[row] = offset + number * length + np.arange(len(row))
+        offset += inputs.size
+        buckets.append((len(bucket), length))
+        padded.append(inputs.ravel())
+    return PackedLayout(tuple(buckets), torch.from_numpy(np.concatenate(padded)), torch.from_numpy(outputs))

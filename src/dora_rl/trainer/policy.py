@@ -1,11 +1,11 @@
-"""The policy as the trainer sees it: packed trajectories in, log-probs and entropies of trained tokens out.
+"""The policy in the trainer: packed trajectories in, log-probs and entropies of trained tokens out.
 
-It is one module around the model, so that sharding can treat embeddings, decoder and head as one. The head is
+It is one module around the model, so that sharding can treat embeddings, decoder and head as one module. The head is
 computed for the trained tokens only.
 
-A model is trained in the first form that gives the log-probs of its plain forward pass (`choose_form`): packed where it
-calls the attention interface of `transformers`, else as rows padded on the right; with the head as a product where its
-logits are nothing else, else by the module's own head.
+A model is trained in the first form that reproduces the log-probs of its plain forward pass (`choose_form`): packed if
+it uses the attention interface of `transformers`, otherwise in rows padded on the right; with a plain matrix product as
+head if its logits are nothing else, otherwise with the module's own head.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from dora_rl.trainer.config import TrainerConfig
 from dora_rl.trainer.packing import MicroBatch, pack
 from dora_rl.trainer.rank_group import RankGroup, shard
 
-# Settings with which a model's logits are more than hidden states times output embeddings.
+# Model settings that make the logits more than the product of hidden states and output embeddings.
 _HEAD_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 HOW = "packed sequences that share a prompt"
+"""What is compared with the plain forward pass, as error messages name it."""
 
 
 class PolicyOutput(NamedTuple):
-    """Of the N trained tokens of a micro-batch."""
+    """The values of the N trained tokens of a micro-batch."""
 
     logprobs: Tensor
     """[N]"""
@@ -45,28 +46,28 @@ class Form(NamedTuple):
     """How a model is called."""
 
     packed: bool = True
-    """Through the attention interface; else trajectories are rows of a padded batch, prompts not shared."""
+    """Packed attention; if false, trajectories are rows of a padded batch and prompts are not shared."""
     product_head: bool = True
-    """Its logits are hidden states times output embeddings."""
+    """The logits are the product of hidden states and output embeddings."""
     attention: str = NAME
     """The attention implementation."""
 
 
 class Policy(nn.Module):
-    """A causal LM of `transformers` over packed trajectories."""
+    """A `transformers` causal LM over packed trajectories."""
 
     def __init__(self, model: Any, temperature: float, form: Form | None = None, *, one_bucket: bool = False) -> None:
         super().__init__()
         self.form = form or Form(product_head=_product_head(model))
         exactness.set_attention(model, self.form.attention)
         self.model = model
-        self.training = False  # as the model inside is, but for layers that compute their activations again
+        self.training = False  # like the model inside, except for layers that recompute their activations
         self.temperature = temperature
         self._one_bucket = one_bucket
-        """Processes that are sharded call the model equally often."""
+        """Call the model once per micro-batch, since all ranks of a sharded model must call it equally often."""
 
     def forward(self, batch: MicroBatch, temperature: float | None = None) -> PolicyOutput:
-        """At the temperature that rollout sampled with, or at another."""
+        """Log-probs and entropies at the given temperature, by default the one that rollout samples with."""
         temperature = self.temperature if temperature is None else temperature
         if self.form.product_head:
             states = self._run(self.model.get_decoder(), batch, "last_hidden_state")
@@ -75,7 +76,7 @@ class Policy(nn.Module):
         return PolicyOutput(*head.from_logits(self.logits(batch), batch.targets, temperature))
 
     def logits(self, batch: MicroBatch) -> Tensor:
-        """[N, vocabulary] of the trained tokens, by the form's head, at temperature 1."""
+        """[N, vocabulary] logits of the trained tokens, by the form's head, at temperature 1."""
         if self.form.product_head:
             states = self._run(self.model.get_decoder(), batch, "last_hidden_state")
             weight: Tensor = self.model.get_output_embeddings().weight
@@ -83,36 +84,38 @@ class Policy(nn.Module):
         return self._run(self.model, batch, "logits")
 
     def _run(self, module: Any, batch: MicroBatch, output: str) -> Tensor:
-        """[N, width] of the tokens that predict a trained one."""
+        """[N, width] output of a module at the tokens that predict a trained token."""
         if not self.form.packed:
             return self._run_padded(module, batch, output)
         keep = {"logits_to_keep": batch.predictors} if output == "logits" else {}
         result = module(
             input_ids=batch.tokens, position_ids=batch.positions, use_cache=False, packed=batch.layout, **keep
         )
-        found: Tensor = getattr(result, output)[0]
-        return found if keep else found.index_select(0, batch.predictors)
+        values: Tensor = getattr(result, output)[0]
+        return values if keep else values.index_select(0, batch.predictors)
 
     def _run_padded(self, module: Any, batch: MicroBatch, output: str) -> Tensor:
-        """The rows of the layout as padded batches: what attention makes of packed tokens is done with all of them."""
-        shapes = batch.layout.shapes
-        longest = max(length for _, length in shapes)
+        """The same with padded batches: the whole module, not only attention, runs on the rows of the layout."""
+        buckets = batch.layout.buckets
+        longest = max(length for _, length in buckets)
         ids, positions = (tensor[0].index_select(0, batch.layout.inputs) for tensor in (batch.tokens, batch.positions))
-        buckets: list[tuple[Tensor, Tensor]] = []
+        inputs: list[tuple[Tensor, Tensor]] = []
         start = 0
-        for rows, length in shapes:
-            part = slice(start, start := start + rows * length)
+        for rows, length in buckets:
+            span = slice(start, start := start + rows * length)
             # Padding repeats the first token of its row, whose position is 0.
-            mask = positions[part].view(rows, length) == torch.arange(length, device=ids.device)
+            mask = positions[span].view(rows, length) == torch.arange(length, device=ids.device)
             pad = (0, longest - length if self._one_bucket else 0)
-            buckets.append((functional.pad(ids[part].view(rows, length), pad), functional.pad(mask.long(), pad)))
+            inputs.append((functional.pad(ids[span].view(rows, length), pad), functional.pad(mask.long(), pad)))
         if self._one_bucket:
-            joined = [torch.cat(parts) for parts in zip(*buckets, strict=True)]
-            whole = _call(module, joined[0], joined[1], output)
-            found = list(torch.split(whole, [rows for rows, _ in shapes]))
+            joined_ids, joined_mask = (torch.cat(tensors) for tensors in zip(*inputs, strict=True))
+            joined = _call(module, joined_ids, joined_mask, output)
+            outputs = list(torch.split(joined, [rows for rows, _ in buckets]))
         else:
-            found = [_call(module, some, mask, output) for some, mask in buckets]
-        flat = torch.cat([one[:, :length].flatten(0, 1) for one, (_, length) in zip(found, shapes, strict=True)])
+            outputs = [_call(module, padded_ids, mask, output) for padded_ids, mask in inputs]
+        flat = torch.cat(
+            [values[:, :length].flatten(0, 1) for values, (_, length) in zip(outputs, buckets, strict=True)]
+        )
         return flat.index_select(0, batch.layout.outputs.index_select(0, batch.predictors))
 
     @property
@@ -121,9 +124,9 @@ class Policy(nn.Module):
 
 
 def choose_form(model: Any) -> Form:
-    """The first form whose log-probs are those of the plain forward pass; the model is left as it was.
+    """The first form whose log-probs equal those of the plain forward pass; the model is left unchanged.
 
-    A `ModelError` names the model and what was wrong with the last form tried.
+    If there is none, a `ModelError` names the model and what was wrong with the last form tried.
     """
     failed: list[Exception] = []
     with exactness.failures_as(failed):
@@ -132,7 +135,7 @@ def choose_form(model: Any) -> Form:
         plain = [rows[prompt - 1 : -1] for rows in wanted]
     if failed:
         raise exactness.refusal(model, "training", "a plain forward pass", failed[0])
-    last: ExactnessDifference | Exception = ModelError("there is no form to train it in")
+    last: ExactnessDifference | Exception = ModelError("there is no form in which it could be trained")
     own = exactness.attention_of(model)
     for form in _forms(model):
         with exactness.failures_as(failed):
@@ -146,7 +149,7 @@ def choose_form(model: Any) -> Form:
 
 
 def sharded_policy(model: Any, form: Form, config: TrainerConfig, rank_group: RankGroup) -> Policy:
-    """A policy in this form, sharded over the processes."""
+    """A policy in this form, sharded over the ranks."""
     policy = Policy(model, config.temperature, form, one_bucket=rank_group.mesh is not None)
     if rank_group.mesh is not None:
         shard(policy, _decoder_layers(model), rank_group, config.precision)
@@ -154,8 +157,11 @@ def sharded_policy(model: Any, form: Form, config: TrainerConfig, rank_group: Ra
 
 
 def checkpoint_activations(model: Any) -> None:
-    """Compute the activations of layers again in the backward pass. Layers do so in training mode only, and nothing
-    else shall be in that mode, so it is set for the layers alone, and their own dropout is switched off."""
+    """Recompute the activations of layers in the backward pass.
+
+    Layers do this in training mode only, and no other module may be in training mode, so it is set for these layers
+    alone, and their own dropout is switched off.
+    """
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
     for layer in model.modules():
@@ -166,11 +172,11 @@ def checkpoint_activations(model: Any) -> None:
 
 
 def _decoder_layers(model: Any) -> list[nn.Module]:
-    """The layers of the decoder, by which it is sharded."""
+    """The decoder layers, each of which is sharded as a unit."""
     lists: Any = [module for module in model.get_decoder().children() if isinstance(module, nn.ModuleList)]
     if not lists:
         name = type(model).__name__
-        raise ModelError(f"{name} can't be trained by several processes: its decoder has no list of layers")
+        raise ModelError(f"{name} can't be trained on several ranks: its decoder has no list of layers")
     largest = max(lists, key=lambda layers: sum(parameter.numel() for parameter in layers.parameters()))
     return list(largest)
 
@@ -178,19 +184,19 @@ def _decoder_layers(model: Any) -> list[nn.Module]:
 def _forms(model: Any) -> list[Form]:
     heads = [True, False] if _product_head(model) else [False]
     own = exactness.attention_of(model)
-    found = [Form(product_head=product) for product in heads]
-    return found + [Form(packed=False, product_head=product, attention=own) for product in heads]
+    packed = [Form(product_head=product) for product in heads]
+    return packed + [Form(packed=False, product_head=product, attention=own) for product in heads]
 
 
 @torch.no_grad()
 def _measure(model: Any, form: Form, trajectories: list[Trajectory], wanted: list[Tensor]) -> ExactnessDifference:
     batch = pack(trajectories).to(model.device)
-    found = Policy(model, 1.0, form).logits(batch).float().log_softmax(-1)
-    return exactness.difference(torch.split(found, [len(rows) for rows in wanted]), wanted, model)
+    logprobs = Policy(model, 1.0, form).logits(batch).float().log_softmax(-1)
+    return exactness.difference(torch.split(logprobs, [len(rows) for rows in wanted]), wanted, model)
 
 
 def _siblings(model: Any) -> tuple[list[Trajectory], int]:
-    """Ragged trajectories with one prompt, and its length."""
+    """Trajectories of different lengths with one prompt, and the length of the prompt."""
     limit = model_context(model.config) or max(exactness.LENGTHS)
     sequences = exactness.probe_sequences(model, limit)
     prompt = min(3, min(map(len, sequences)) - 1)
@@ -218,5 +224,5 @@ def _product_head(model: Any) -> bool:
 
 
 def _call(module: Any, ids: Tensor, mask: Tensor, output: str) -> Tensor:
-    found: Tensor = getattr(module(input_ids=ids, attention_mask=mask, use_cache=False), output)
-    return found
+    values: Tensor = getattr(module(input_ids=ids, attention_mask=mask, use_cache=False), output)
+    return values

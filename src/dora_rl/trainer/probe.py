@@ -1,9 +1,9 @@
-"""The trainer's side of the behaviour probe: its own log-probs of the fixed sequences, by its own packed forward pass.
+"""The trainer's side of the probe: its log-probs of fixed token sequences, from its own packed forward pass.
 
 Invariants:
-- computed with the weights as they are, in the trainer's precision, without dropout, at temperature 1;
-- nothing of an open step changes: no gradient is computed, and routers are free again afterwards;
-- all processes of a sharded trainer compute it together, and get the same.
+- the log-probs are computed with the current weights, in the trainer's precision, without dropout, at temperature 1;
+- an open step is not changed: no gradient is computed, and the routers replay nothing until their next `begin`;
+- all ranks of a sharded trainer compute the probe together and get the same result.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TrainerProbe:
 
     @torch.no_grad()
     def compute(self, policy: Policy, routers: Routers, precision: str) -> Probe:
-        """What the policy says of the sequences now."""
+        """The probe with the log-probs of the current policy."""
         batch = pack([_trajectory(index, tokens) for index, tokens in enumerate(self._sequences)]).to(policy.device)
         routers.begin(None)
         logprobs = policy(batch, 1.0).logprobs
@@ -45,18 +45,18 @@ class TrainerProbe:
         lengths = batch.lengths.tolist()
         return Probe(
             tokens=self._sequences,
-            logprobs=tuple(tuple(part.tolist()) for part in torch.split(logprobs.float().cpu(), lengths)),
+            logprobs=tuple(tuple(values.tolist()) for values in torch.split(logprobs.float().cpu(), lengths)),
             firm=self._firm(routers, batch, lengths, tolerance_of(dtype)),
             dtype=dtype,
         )
 
     def _firm(self, routers: Routers, batch: MicroBatch, lengths: list[int], tie: float) -> tuple[int, ...]:
-        """How many leading log-probs of each sequence come before the first near tie of experts."""
+        """The number of leading log-probs of each sequence that come before the first near tie of experts."""
         margins = routers.margins()
         if margins is None:
             return tuple(0 if self._sparse else length for length in lengths)
         tied = (margins < tie)[batch.predictors].cpu()
-        return tuple(int(part.int().argmax()) if part.any() else len(part) for part in torch.split(tied, lengths))
+        return tuple(int(ties.int().argmax()) if ties.any() else len(ties) for ties in torch.split(tied, lengths))
 
 
 def _trajectory(index: int, tokens: tuple[int, ...]) -> Trajectory:

@@ -1,7 +1,7 @@
-"""One process or many, by the same code.
+"""The ranks of the trainer: one process or several, with the same code.
 
-Every process is given the same groups and takes its own micro-batches of them; parameters, gradients and optimiser
-state are sharded by FSDP2. With one process nothing is sharded and no process group is needed.
+Every rank is given the same groups and computes its own micro-batches of them; parameters, gradients and optimiser
+state are sharded by FSDP2. With one rank nothing is sharded, and no process group is needed.
 """
 
 from __future__ import annotations
@@ -21,32 +21,33 @@ T = TypeVar("T")
 
 
 class RankGroup(NamedTuple):
-    """This process among all that train together."""
+    """The ranks that train together, as one of them sees it."""
 
     rank: int = 0
     size: int = 1
     mesh: DeviceMesh | None = None
 
     def share(self, items: Sequence[T]) -> list[T | None]:
-        """Every size-th item; None fills up, so that all processes have equally many and collectives match."""
+        """The items of this rank: every size-th, padded with None so that all ranks have equally many and their
+        collectives match."""
         rounds = -(-len(items) // self.size)
-        places = range(self.rank, rounds * self.size, self.size)
-        return [items[place] if place < len(items) else None for place in places]
+        indices = range(self.rank, rounds * self.size, self.size)
+        return [items[index] if index < len(items) else None for index in indices]
 
     def sum(self, values: Tensor) -> Tensor:
-        return self._reduced(values, dist.ReduceOp.SUM)
+        return self._all_reduce(values, dist.ReduceOp.SUM)
 
     def max(self, values: Tensor) -> Tensor:
-        return self._reduced(values, dist.ReduceOp.MAX)
+        return self._all_reduce(values, dist.ReduceOp.MAX)
 
     def union(self, items: Sequence[int]) -> tuple[int, ...]:
-        """All items of all processes, sorted."""
+        """The items of all ranks, sorted. Items are not negative."""
         if self.size == 1:
             return tuple(sorted(set(items)))
         longest = int(self.max(torch.tensor(len(items))))
         if not longest:
             return ()
-        # As many from each: a process with fewer repeats what it has, or says -1, which no item is.
+        # All ranks must send equally many items: a rank with fewer repeats its first item, or sends -1 if it has none.
         mine = torch.full((longest,), items[0] if items else -1, dtype=torch.int64, device=self._device)
         mine[: len(items)] = torch.tensor(list(items), dtype=torch.int64)
         gathered = [torch.empty_like(mine) for _ in range(self.size)]
@@ -54,20 +55,20 @@ class RankGroup(NamedTuple):
         return tuple(sorted(set(torch.cat(gathered).tolist()) - {-1}))
 
     def any(self, fact: bool) -> bool:
-        """It is so for one of the processes."""
+        """Whether the fact is true on at least one rank."""
         return bool(self.max(torch.tensor(int(fact))))
 
-    def _reduced(self, values: Tensor, how: Any) -> Tensor:
-        """Over all processes; wherever the values lie, they lie there again."""
+    def _all_reduce(self, values: Tensor, operation: Any) -> Tensor:
+        """Reduce over all ranks; the result is on the device of the values."""
         if self.size == 1:
             return values
         shared = values.to(self._device)
-        dist.all_reduce(shared, how)
+        dist.all_reduce(shared, operation)
         return shared.to(values.device)
 
     @property
     def _device(self) -> str:
-        """Where what processes exchange lies."""
+        """The device of tensors that the backend can exchange."""
         return "cuda" if dist.get_backend() == "nccl" else "cpu"
 
     def barrier(self) -> None:
@@ -75,7 +76,7 @@ class RankGroup(NamedTuple):
             dist.barrier()
 
 
-def join(device: str, timeout_s: float = 600.0) -> RankGroup:
+def join_from_environment(device: str, timeout_s: float = 600.0) -> RankGroup:
     """Join the rank group that `torchrun` describes in the environment; without it, this process trains alone."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
@@ -87,7 +88,7 @@ def join(device: str, timeout_s: float = 600.0) -> RankGroup:
     return RankGroup(dist.get_rank(), size, init_device_mesh(device, (size,)))
 
 
-def meet(device: str, store: Any, rank: int, size: int, timeout_s: float = 600.0) -> RankGroup:
+def join_from_store(device: str, store: Any, rank: int, size: int, timeout_s: float = 600.0) -> RankGroup:
     """Join the rank group of the processes that share a store."""
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
@@ -97,7 +98,7 @@ def meet(device: str, store: Any, rank: int, size: int, timeout_s: float = 600.0
 
 
 def shard(policy: nn.Module, layers: Sequence[nn.Module], rank_group: RankGroup, precision: str) -> None:
-    """Shard a policy over the processes, layer by layer."""
+    """Shard a policy over the ranks, layer by layer."""
     if rank_group.mesh is None:
         return
     mixed = MixedPrecisionPolicy(

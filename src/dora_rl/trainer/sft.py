@@ -1,6 +1,6 @@
-"""Supervised warm-up: prompts and completions from a JSONL file, by the same trainer as everything else.
+"""Supervised fine-tuning on prompts and completions from a JSONL file, with the same trainer as reinforcement learning.
 
-An example becomes a group of one trajectory whose completion is trained and whose prompt is not.
+An example becomes a group of one trajectory, of which only the completion is trained.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from dora_rl.trainer.trainer import Trainer
 
 
 class SftConfig(Config):
-    """How the examples are learned."""
+    """Settings of supervised fine-tuning."""
 
     epochs: int = Field(default=1, gt=0)
     """Passes over the examples."""
     batch_size: int = Field(default=32, gt=0)
     """Examples in one update."""
     max_length: int = Field(default=2048, gt=1)
-    """Longer examples, in tokens, are refused."""
+    """The longest example allowed, in tokens; longer ones are refused."""
     seed: int = 0
-    """Of the order of the examples."""
+    """Seed of the order of the examples."""
     learning_rate: float = Field(default=1e-5, gt=0)
-    """The highest, after a warm-up over a tenth of the updates; it falls along a cosine to a tenth."""
+    """The highest learning rate: it is reached after a tenth of the updates, and falls along a cosine to a tenth."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Of matrices."""
+    """Weight decay of matrices."""
     lora: LoraConfig | None = None
-    """Train an adapter, which is merged in the end."""
+    """The adapter to train, which is merged at the end; without this section, all weights are trained."""
     micro_batch_tokens: int = Field(default=4096, gt=0)
     """Tokens in one forward and backward pass."""
     gradient_checkpointing: bool = False
-    """Save memory for time."""
+    """Recompute activations in the backward pass to save memory."""
 
     def trainer(self, updates: int) -> TrainerConfig:
-        """The trainer's settings for so many updates."""
+        """The trainer's settings for this number of updates."""
         return TrainerConfig.model_validate(
             {
                 "algorithm": {"name": "supervised"},
@@ -66,18 +66,18 @@ class SftConfig(Config):
 
 
 class SftProgress(Record, frozen=True, kw_only=True):
-    """One update done."""
+    """The report of one update."""
 
     update: int
     updates: int
     loss: float
-    """Mean negative log-likelihood of a token, in nats, before the update."""
+    """Mean negative log-likelihood per token, in nats, before the update."""
     tokens: int
     tokens_per_second: float
 
 
 def read_examples(path: Path, tokenizer: Any | None, vocabulary: int, max_length: int) -> list[Group]:
-    """One example for each line: `prompt` and `completion` as text, as chat messages, or as token ids."""
+    """Read one example per line: `prompt` and `completion` as text, as chat messages, or as token ids."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -100,21 +100,21 @@ def read_examples(path: Path, tokenizer: Any | None, vocabulary: int, max_length
 
 
 def example(number: int, prompt: list[int], completion: list[int]) -> Group:
-    """What is to be learned: the completion, after the prompt."""
+    """An example as a group of one trajectory, in which the completion is trained."""
     tokens = np.array(prompt + completion, dtype=np.int32)
     trajectory = Trajectory(
         id=number,
         version=0,
         tokens=tokens,
         loss_mask=np.arange(len(tokens)) >= len(prompt),
-        behaviour_logprobs=np.zeros(len(tokens), dtype=np.float32),  # given, not sampled
+        behaviour_logprobs=np.zeros(len(tokens), dtype=np.float32),  # unused: the tokens were not sampled
         reward=0.0,
     )
     return Group(id=number, trajectories=(trajectory,))
 
 
 def train(model: Any, examples: Sequence[Group], config: SftConfig, progress: Callable[[SftProgress], None]) -> Trainer:
-    """Learn the examples; the trainer holds the result."""
+    """Train on the examples; the returned trainer holds the result."""
     updates = config.epochs * -(-len(examples) // config.batch_size)
     trainer = Trainer(model, config.trainer(updates))
     for update, batch in enumerate(_batches(examples, config)):
@@ -133,12 +133,12 @@ def train(model: Any, examples: Sequence[Group], config: SftConfig, progress: Ca
 
 
 def _batches(examples: Sequence[Group], config: SftConfig) -> Iterator[list[Group]]:
-    """Each epoch in another order, all orders from one seed."""
-    dice = random.Random(config.seed)  # noqa: S311
+    """The batches of all epochs. Each epoch has its own order; one seed determines all orders."""
+    generator = random.Random(config.seed)  # noqa: S311
     for _ in range(config.epochs):
-        order = dice.sample(range(len(examples)), len(examples))
+        order = generator.sample(range(len(examples)), len(examples))
         for start in range(0, len(order), config.batch_size):
-            yield [examples[place] for place in order[start : start + config.batch_size]]
+            yield [examples[index] for index in order[start : start + config.batch_size]]
 
 
 def _fields(line: str, where: str) -> tuple[Any, Any]:
@@ -147,7 +147,7 @@ def _fields(line: str, where: str) -> tuple[Any, Any]:
     except ValueError as error:
         raise DataError(f"{where} is not JSON: {error}") from error
     if not isinstance(row, dict) or not {"prompt", "completion"} <= row.keys():
-        raise DataError(f"{where}: an object with 'prompt' and 'completion' is wanted")
+        raise DataError(f"{where}: the line must be an object with 'prompt' and 'completion'")
     if not row["prompt"] or not row["completion"]:
         raise DataError(f"{where}: prompt and completion must not be empty")
     return row["prompt"], row["completion"]

@@ -1,11 +1,11 @@
-"""The state of a trainer as safetensors, one file for each process.
+"""The state of a trainer in safetensors files, one per rank.
 
-    shard-00000.safetensors   what process 0 holds; tensors that are not sharded are in this one only
+    shard-00000.safetensors   the shards of rank 0; tensors that are not sharded are only in this file
 
 Invariants:
-- a sharded tensor is the concatenation of its parts along its first dimension, in the order of the processes, so any
-  number of processes can read what any other number has written;
-- reading executes nothing.
+- a sharded tensor is the concatenation of its shards along the first dimension, in the order of the ranks, so any
+  number of ranks can read what any other number has written;
+- reading a file executes no code from it.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from dora_rl.core.errors import CheckpointError
 
 
 def save(folder: Path, state: Mapping[str, Tensor], rank: int, own: str) -> None:
-    """Write this process's part; names that begin with `own` are its alone."""
-    parts = {
-        name: _part(tensor).detach().to("cpu").contiguous()
+    """Write the shards of this rank, and its own tensors, whose names start with `own`."""
+    shards = {
+        name: _local_shard(tensor).detach().to("cpu").contiguous()
         for name, tensor in state.items()
         if rank == 0 or isinstance(tensor, DTensor) or name.startswith(own)
     }
-    save_file(parts, folder / f"shard-{rank:05d}.safetensors")
+    save_file(shards, folder / f"shard-{rank:05d}.safetensors")
 
 
 def load(folder: Path, wanted: Mapping[str, Tensor], rank: int, size: int) -> set[str]:
-    """Fill these tensors from what some processes have written; the names of those that are not there."""
+    """Fill the wanted tensors from the files of any number of ranks; return the names that the files do not have."""
     missing = set()
     with ExitStack() as stack:
         try:
@@ -43,9 +43,9 @@ def load(folder: Path, wanted: Mapping[str, Tensor], rank: int, size: int) -> se
             files: list[Any] = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
             names = [set(file.keys()) for file in files]
             for name, tensor in wanted.items():
-                parts = [file.get_tensor(name) for file, there in zip(files, names, strict=True) if name in there]
-                if parts:
-                    _fill(tensor, parts, rank, size)
+                shards = [file.get_tensor(name) for file, held in zip(files, names, strict=True) if name in held]
+                if shards:
+                    _fill(tensor, shards, rank, size)
                 else:
                     missing.add(name)
         except (SafetensorError, OSError, RuntimeError, ValueError) as error:
@@ -53,17 +53,17 @@ def load(folder: Path, wanted: Mapping[str, Tensor], rank: int, size: int) -> se
     return missing
 
 
-def _fill(tensor: Tensor, parts: list[Tensor], rank: int, size: int) -> None:
-    found = parts[0] if len(parts) == 1 else torch.cat(parts)
+def _fill(tensor: Tensor, shards: list[Tensor], rank: int, size: int) -> None:
+    values = shards[0] if len(shards) == 1 else torch.cat(shards)
     if isinstance(tensor, DTensor):
-        pieces = found.chunk(size)
-        found = pieces[rank] if rank < len(pieces) else found[:0]
-    _part(tensor).copy_(found)
+        chunks = values.chunk(size)
+        values = chunks[rank] if rank < len(chunks) else values[:0]
+    _local_shard(tensor).copy_(values)
 
 
-def _part(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor."""
+def _local_shard(tensor: Tensor) -> Tensor:
+    """The shard of a tensor that this rank holds."""
     if not isinstance(tensor, DTensor):
         return tensor
-    assert tensor.placements == (Shard(0),), f"sharded otherwise than along the first dimension: {tensor.placements}"
+    assert tensor.placements == (Shard(0),), f"the tensor is not sharded along its first dimension: {tensor.placements}"
     return tensor.to_local()

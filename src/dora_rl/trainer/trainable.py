@@ -1,7 +1,7 @@
-"""What of the model is trained and published: all weights, or a LoRA adapter over frozen ones.
+"""Which tensors of the model are trained and published: all weights, or a LoRA adapter over frozen weights.
 
-Invariant: what is published are exactly the trained tensors under the names that `transformers` (or `peft`) gives
-them, each once: tied weights are published under their first name.
+Invariant: exactly the trained tensors are published, each once, under the names that `transformers` (or `peft`) gives
+them; tied weights are published under their first name.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ from torch.distributed.tensor import DTensor
 
 from dora_rl.core.errors import ConfigError
 from dora_rl.core.interfaces import TensorSpec
+from dora_rl.models import lora as lora_weights
 from dora_rl.models.dtypes import spec
-from dora_rl.models.lora import merge as lora_merge
-from dora_rl.models.lora import transposed
 from dora_rl.trainer.config import LoraConfig, TrainerConfig
 from dora_rl.trainer.packing import MicroBatch
 from dora_rl.trainer.policy import Form, Policy, sharded_policy
 from dora_rl.trainer.rank_group import RankGroup
 
 
-def adapt(model: Any, lora: LoraConfig | None) -> Any | None:
-    """Put an adapter into the model, whose own weights are frozen then; the `PeftModel` around it."""
+def add_adapter(model: Any, lora: LoraConfig | None) -> Any | None:
+    """Insert an adapter into the model and freeze the model's own weights; returns the `PeftModel` around it."""
     if lora is None:
         return None
     try:
@@ -40,27 +39,30 @@ def adapt(model: Any, lora: LoraConfig | None) -> Any | None:
     )
     try:
         with warnings.catch_warnings():
-            # peft asks transformers by a name that is deprecated there, which is not for our users to mend.
+            # peft uses a name that is deprecated in transformers; our users can't change that.
             warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
-            warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")  # what it warns of is refused below
-            adapted = peft.get_peft_model(model, settings)
+            warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")  # `_check` refuses what it warns of
+            peft_model = peft.get_peft_model(model, settings)
     except ValueError as error:
         raise ConfigError(f"'lora.targets': {str(error).splitlines()[0]}") from error
     _check(model)
-    return adapted
+    return peft_model
 
 
 def _linear(model: Any) -> str | list[str]:
-    """What `all-linear` means: of a mixture of experts its linear layers, without routers and fused experts, which are
-    no layers and which no engine could add an adapter to."""
+    """What `all-linear` means for this model.
+
+    For a mixture of experts these are its linear layers. Routers and fused experts are not linear layers, and no engine
+    can add an adapter to them.
+    """
     if not any(parameter.dim() > 2 for parameter in model.parameters()):
         return "all-linear"
     head = model.get_output_embeddings()
-    return [name for name, one in model.named_modules() if isinstance(one, torch.nn.Linear) and one is not head]
+    return [name for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear) and layer is not head]
 
 
 def _check(model: Any) -> None:
-    """Every adapter can be added to the weights that it adapts, and to no others."""
+    """Refuse an adapter that can't be added to the weights that it adapts, or that would change other weights too."""
     tied = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
     for name, module in model.named_modules():
         if not hasattr(module, "lora_A") or not hasattr(module, "base_layer"):
@@ -80,7 +82,7 @@ def _check(model: Any) -> None:
 
 
 class Reference:
-    """The policy that training started from, for KL: the base without its adapter, or a frozen copy."""
+    """The reference policy of the KL term: the base model without its adapter, or a frozen copy of the model."""
 
     def __init__(self, model: Any, config: TrainerConfig, rank_group: RankGroup, form: Form) -> None:
         self._copy: Policy | None = None
@@ -89,22 +91,22 @@ class Reference:
             self._copy = sharded_policy(frozen, form, config, rank_group)
 
     @torch.no_grad()
-    def logprobs(self, policy: Policy, adapted: Any | None, batch: MicroBatch) -> Tensor:
+    def logprobs(self, policy: Policy, peft_model: Any | None, batch: MicroBatch) -> Tensor:
         """[N] log-probs of the trained tokens."""
         if self._copy is not None:
             return self._copy(batch).logprobs  # type: ignore[no-any-return]
-        assert adapted is not None
-        with adapted.disable_adapter():
+        assert peft_model is not None
+        with peft_model.disable_adapter():
             return policy(batch).logprobs  # type: ignore[no-any-return]
 
 
-def trained_state(model: Any, adapted: Any | None) -> dict[str, Tensor]:
-    """The tensors of the policy that training changes, by name, tied ones once; shards where it is sharded."""
-    if adapted is not None:
+def trained_state(model: Any, peft_model: Any | None) -> dict[str, Tensor]:
+    """The tensors that training changes, by name; tied ones appear once, and sharded ones stay sharded."""
+    if peft_model is not None:
         import peft
 
-        # What is frozen is not published: peft would add the embeddings where they have an adapter.
-        return dict(peft.get_peft_model_state_dict(adapted, save_embedding_layers=False))
+        # Frozen weights are not published: by default peft would add the embeddings if they have an adapter.
+        return dict(peft.get_peft_model_state_dict(peft_model, save_embedding_layers=False))
     state: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -114,29 +116,26 @@ def trained_state(model: Any, adapted: Any | None) -> dict[str, Tensor]:
     return state
 
 
-def published(model: Any, adapted: Any | None) -> tuple[list[TensorSpec], Iterator[Tensor]]:
-    """What is published, described, and one by one as whole tensors: never a second copy of all of them."""
-    state = trained_state(model, adapted)
+def published_tensors(model: Any, peft_model: Any | None) -> tuple[list[TensorSpec], Iterator[Tensor]]:
+    """The specs of the published tensors, and the full tensors one by one, so that there is no second copy of all."""
+    state = trained_state(model, peft_model)
     specs = [spec(name, tensor) for name, tensor in state.items()]
-    return specs, (whole(tensor) for tensor in state.values())
+    return specs, (full_tensor(tensor) for tensor in state.values())
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """A sharded tensor gathered (by all processes together); any other as it is."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Gather a sharded tensor (all ranks take part); any other tensor is returned as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def merged_state(model: Any, adapted: Any | None) -> Iterator[tuple[str, Tensor]]:
-    """Whole tensors of the policy under the names of the plain model; an adapter is added to what it adapts."""
-    if adapted is None:
-        yield from ((name, whole(tensor)) for name, tensor in trained_state(model, None).items())
+def merged_state(model: Any, peft_model: Any | None) -> Iterator[tuple[str, Tensor]]:
+    """The full tensors of the policy under the names of the plain model, with the adapter merged into its weights."""
+    if peft_model is None:
+        yield from ((name, full_tensor(tensor)) for name, tensor in trained_state(model, None).items())
         return
-    settings = adapted.peft_config["default"]
-    plain = (
-        (name.replace(".base_layer.", "."), whole(tensor))
-        for name, tensor in model.state_dict().items()
-        if ".lora_" not in name
-    )
-    # All processes gather the adapter: it is small.
-    halves = {name: whole(tensor.detach()) for name, tensor in trained_state(model, adapted).items()}
-    yield from lora_merge(plain, halves, scale=settings.lora_alpha / settings.r, transposed=transposed(model))
+    settings = peft_model.peft_config["default"]
+    base = ((name, full_tensor(tensor)) for name, tensor in lora_weights.base_weights(model))
+    # All ranks gather the whole adapter, since it is small.
+    adapter = {name: full_tensor(tensor.detach()) for name, tensor in trained_state(model, peft_model).items()}
+    transposed = lora_weights.transposed(model)
+    yield from lora_weights.merge(base, adapter, scale=settings.lora_alpha / settings.r, transposed=transposed)

@@ -1,14 +1,14 @@
 """The trainer: `accumulate` groups, `apply` the step, `publish` the version.
 
 Invariants:
-- step n starts from version n and ends in version n + 1; groups of another step are refused;
-- gradients are sums until the step closes, then divided by the one denominator: how groups are split over calls,
-  micro-batches and processes does not change the gradient;
-- a loss or gradient that is not a number ends the step with the trajectories at fault; weights and optimiser are
-  then those of the version, and the step may be started anew;
-- all processes call the same methods with the same groups.
+- step n starts from version n and produces version n + 1; groups for another step are refused;
+- gradients are sums until the step closes, and are then divided by one denominator: how groups are split over calls,
+  micro-batches and ranks does not change the gradient;
+- a non-finite loss or gradient ends the step with an error that names the trajectories at fault; weights and optimiser
+  are then those of the version that the step started from, and the step can be started again;
+- all ranks call the same methods with the same groups.
 
-    accumulate --groups--> score --> plan --> pack --> policy --> objective --> .grad   (once for each micro-batch)
+    accumulate --groups--> score --> plan --> pack --> policy --> objective --> .grad   (once per micro-batch)
     apply      --.grad / denominator--> AdamW --> version + 1
 """
 
@@ -27,9 +27,7 @@ from dora_rl.core.interfaces import WeightSink
 from dora_rl.core.probe import Probe
 from dora_rl.core.trajectory import Group, Trajectory
 from dora_rl.core.types import Fingerprint, Record, StepId, TrajectoryId, Version
-from dora_rl.trainer import logprob_gap as gaps
-from dora_rl.trainer import metrics
-from dora_rl.trainer import trainable as adapter
+from dora_rl.trainer import logprob_gap, metrics, trainable
 from dora_rl.trainer.algorithms.losses import denominator
 from dora_rl.trainer.config import TrainerConfig
 from dora_rl.trainer.moe import Routers
@@ -43,16 +41,16 @@ from dora_rl.trainer.rank_group import RankGroup
 
 
 class StepReport(Record, frozen=True, kw_only=True):
-    """What became of a step."""
+    """The result of a step."""
 
     step: StepId
     version: Version
-    """The version that it led to."""
+    """The version that the step produced."""
     metrics: dict[str, float]
 
 
 class Trainer:
-    """A policy, its optimiser and the step that is open."""
+    """A policy, its optimiser and the open step."""
 
     def __init__(
         self,
@@ -66,16 +64,16 @@ class Trainer:
     ) -> None:
         self.config = config
         self._truncation = truncation
-        """How far sampling may have raised the log-prob of a token, see `gaps.explained_by_sampling`."""
+        """How much truncated sampling can raise the log-prob of a token, see `logprob_gap.explained_by_sampling`."""
         self.rank_group = rank_group or RankGroup()
         self.version = version
-        # Evaluation mode: dropout would give the trained tokens other log-probs than rollout sampled them with.
+        # Evaluation mode: with dropout, the trained tokens would have other log-probs than rollout sampled them with.
         model.eval()
-        self.adapted = adapter.adapt(model, config.lora)
+        self.peft_model = trainable.add_adapter(model, config.lora)
         form = choose_form(model)
         self.reference = None
         if config.algorithm.kl_coefficient:
-            self.reference = adapter.Reference(model, config, self.rank_group, form)
+            self.reference = trainable.Reference(model, config, self.rank_group, form)
         if config.gradient_checkpointing:
             checkpoint_activations(model)
         self.policy = sharded_policy(model, form, config, self.rank_group)
@@ -86,21 +84,21 @@ class Trainer:
 
     @property
     def model(self) -> Any:
-        """The model of `transformers` inside."""
+        """The `transformers` model inside the policy."""
         return self.policy.model
 
     def accumulate(self, step: StepId, groups: Sequence[Group]) -> None:
-        """Take finished groups into the step; their gradients are computed now where the algorithm allows."""
+        """Add finished groups to the step; their gradients are computed now if the algorithm allows it."""
         opened = self._opened(step)
         begin = time.perf_counter()
-        opened.take(groups)
+        opened.add(groups)
         if self.config.streams:
             with self._cleared_on_error():
                 self._gradients(opened, opened.score(list(groups), self.config.algorithm), {})
         opened.seconds += time.perf_counter() - begin
 
     def apply(self, step: StepId) -> StepReport:
-        """Close the step with the optimiser's update, or updates; the next version is in the model then."""
+        """Close the step with one or more optimiser updates; the model then holds the next version."""
         opened = self._opened(step)
         if not opened.groups:
             raise IntegrityError(f"step {step} has no groups to apply")
@@ -118,22 +116,22 @@ class Trainer:
         return StepReport(step=step, version=self.version, metrics=self._metrics(opened, norms, rate))
 
     def abandon(self) -> None:
-        """Forget the open step."""
+        """Discard the open step and its gradients."""
         self._open = None
         self.optimiser.clear()
 
     def publish(self, version: Version, sink: WeightSink) -> Fingerprint:
-        """Make the weights loadable as this version. A step that is open does not matter: it moves no weights yet."""
+        """Make the weights loadable as this version. A step may be open: it has not changed the weights yet."""
         if version != self.version:
             raise IntegrityError(f"version {version} can't be published: the trainer holds version {self.version}")
         probe = self.probe()
-        specs, tensors = adapter.published(self.model, self.adapted)
+        specs, tensors = trainable.published_tensors(self.model, self.peft_model)
         return sink.publish(
-            version, specs, tensors, adapter=self.adapted is not None, write=self.rank_group.rank == 0, probe=probe
+            version, specs, tensors, adapter=self.peft_model is not None, write=self.rank_group.rank == 0, probe=probe
         )
 
     def probe(self) -> Probe:
-        """What the policy computes for the probe now; all processes take part."""
+        """The log-probs that the policy computes for the probe now; all ranks take part."""
         with self._precision():
             return self._probe.compute(self.policy, self.routers, self.config.precision)
 
@@ -153,7 +151,7 @@ class Trainer:
             raise
 
     def _updates(self, opened: OpenStep) -> Iterator[float]:
-        """Mini-batches times epochs, each with an update of its own. All or nothing: a failure undoes them all."""
+        """One update per mini-batch and epoch; yields their gradient norms. A failure undoes all of them."""
         several = self.config.mini_batches * self.config.epochs > 1
         undo = self.optimiser.snapshot() if several else None
         trained = opened.score(opened.groups, self.config.algorithm)
@@ -161,8 +159,8 @@ class Trainer:
         count = min(self.config.mini_batches, max(1, len(trained)))
         try:
             for _ in range(self.config.epochs):
-                for part in range(count):
-                    self._gradients(opened, trained[part::count], anchors)
+                for mini_batch in range(count):
+                    self._gradients(opened, trained[mini_batch::count], anchors)
                     yield from self._update(opened)
         except BaseException:
             if undo is not None:
@@ -173,19 +171,19 @@ class Trainer:
         """Add the gradient sums of these groups to `.grad`."""
         for group in groups:
             opened.denominator += self._denominator(group.trajectories)
-        planned = plan([group for group in groups if self._pulls(opened, group)], self.config.micro_batch_tokens)
+        planned = plan([group for group in groups if self._has_gradient(opened, group)], self.config.micro_batch_tokens)
         bad: list[TrajectoryId] = []
         totals: dict[str, Tensor] = {}
         for mine in self.rank_group.share(planned):
-            # A process without work of its own still takes part in the collectives, with a gradient of zero.
+            # A rank without a micro-batch still takes part in the collectives, with a gradient of zero.
             batch = pack(mine or planned[0][:1]).to(self.policy.device)
             loss = self._loss(opened, batch, anchors, weight=0.0 if mine is None else 1.0)
             loss.total.backward()  # type: ignore[no-untyped-call]
-            metrics.add_load(opened.expert_load, self.routers, counts=mine is not None)
+            metrics.add_expert_load(opened.expert_load, self.routers, include=mine is not None)
             if mine is None:
                 continue
             bad.extend(t.id for t, finite in zip(batch.trajectories, loss.finite.tolist(), strict=True) if not finite)
-            self._note(opened, totals, batch, loss)
+            self._add_metrics(opened, totals, batch, loss)
         for key, value in totals.items():
             opened.sums[key] = opened.sums.get(key, 0.0) + float(value)
         culprits = self.rank_group.union(bad)
@@ -199,7 +197,7 @@ class Trainer:
         with self._precision():
             if self.reference is not None:
                 self.routers.begin(batch.experts)
-                reference = self.reference.logprobs(self.policy, self.adapted, batch)
+                reference = self.reference.logprobs(self.policy, self.peft_model, batch)
             self.routers.begin(batch.experts)
             output = self.policy(batch)
         anchor = torch.cat([anchors[t.id] for t in batch.trajectories]) if anchors else None
@@ -213,10 +211,13 @@ class Trainer:
             total = total + self.config.moe.auxiliary_loss * share * self.routers.auxiliary_loss()
         return loss._replace(total=total * weight)
 
-    def _pulls(self, opened: OpenStep, group: Group) -> bool:
-        """Whether a group can have a gradient. Without advantages it has none, unless something else gives one; it
-        counts in the average then, and nothing of it need be computed. Of a mixture all is computed: which experts had
-        a gradient of zero and which had none makes a difference to AdamW."""
+    def _has_gradient(self, opened: OpenStep, group: Group) -> bool:
+        """Whether a group can have a non-zero gradient.
+
+        If all its advantages are zero, only KL or entropy terms can give it one; without these it counts in the average
+        but is not computed. For a mixture of experts every group is computed: AdamW treats an expert with a gradient of
+        zero differently from an expert without a gradient.
+        """
         algorithm = self.config.algorithm
         always = algorithm.kl_coefficient or algorithm.entropy_coefficient or self.routers.routers
         return bool(always) or any(opened.advantages[trajectory.id] for trajectory in group.trajectories)
@@ -224,18 +225,20 @@ class Trainer:
     def _denominator(self, trajectories: Sequence[Trajectory]) -> int:
         return sum(denominator(self.config.algorithm.averaging, trajectory) for trajectory in trajectories)
 
-    def _note(self, opened: OpenStep, totals: dict[str, Tensor], batch: MicroBatch, loss: MicroLoss) -> None:
-        """Add a micro-batch to the step's metrics; nothing is fetched from the device here but the largest ratio."""
-        # Once the step has moved the policy, a difference is no longer the engines' alone.
-        unmoved = opened.denominators == 0
-        fresh = torch.tensor([unmoved and t.version == opened.step for t in batch.trajectories], device=loss.kl.device)
-        apart = gaps.unexplained(loss.gap[fresh[batch.sequence]], self._truncation)
-        counts = gaps.histogram(apart)
-        opened.gaps = counts if opened.gaps is None else opened.gaps + counts
+    def _add_metrics(self, opened: OpenStep, totals: dict[str, Tensor], batch: MicroBatch, loss: MicroLoss) -> None:
+        """Add a micro-batch to the step's metrics; only the largest ratio is fetched from the device here."""
+        # After the first update of the step, a difference no longer comes from the engine and the trainer alone.
+        unchanged = opened.total_denominator == 0
+        fresh = torch.tensor(
+            [unchanged and t.version == opened.step for t in batch.trajectories], device=loss.kl.device
+        )
+        distances = logprob_gap.unexplained(loss.gap[fresh[batch.sequence]], self._truncation)
+        counts = logprob_gap.histogram(distances)
+        opened.gap_counts = counts if opened.gap_counts is None else opened.gap_counts + counts
         sums = loss.sums | {
             "policy_kl": loss.kl.sum(),
             "mismatch_kl": loss.kl[fresh].sum(),
-            "mismatch_gap": apart.sum(),
+            "mismatch_gap": distances.sum(),
             "fresh_tokens": batch.lengths[fresh].sum(),
         }
         for key, value in sums.items():
@@ -243,24 +246,24 @@ class Trainer:
         opened.max_ratio = max(opened.max_ratio, float(loss.max_ratio))
         opened.packed_tokens += batch.tokens.numel()
         opened.trained_tokens += len(batch.targets)
-        opened.attended += sum(len(t.tokens) * (len(t.tokens) + 1) // 2 for t in batch.trajectories)
+        opened.attended_pairs += sum(len(t.tokens) * (len(t.tokens) + 1) // 2 for t in batch.trajectories)
 
     def _update(self, opened: OpenStep) -> list[float]:
-        """The optimiser's update with what is accumulated; no update if every group was skipped."""
+        """One optimiser update with the accumulated gradient; no update if every group was skipped."""
         if not opened.denominator:
             return []
-        # FSDP averages over processes where the sum is wanted.
+        # FSDP averages gradients over the ranks; this turns the average into the sum.
         scale = self.rank_group.size / opened.denominator
         norm = self.optimiser.gradient_norm(scale)
         if not torch.isfinite(torch.tensor(norm)):
             raise NonFiniteError("the gradient", opened.step, self._culprits(opened))
         self.optimiser.update(scale, norm)
-        opened.denominators += opened.denominator
+        opened.total_denominator += opened.denominator
         opened.denominator = 0
         return [norm]
 
     def _culprits(self, opened: OpenStep) -> tuple[TrajectoryId, ...]:
-        """Which trajectories have a bad gradient alone: each is computed again, by all processes together."""
+        """The trajectories with a non-finite gradient: each is computed again alone, by all ranks together."""
         bad: list[TrajectoryId] = []
         for group in opened.groups:
             for trajectory in group.trajectories:
@@ -277,14 +280,14 @@ class Trainer:
         """Log-probs of all trained tokens before the first update of the step, by trajectory."""
         anchors: dict[TrajectoryId, Tensor] = {}
         with torch.no_grad():
-            # Every process computes all of them: with FSDP a forward pass is collective anyway.
-            for members in plan(groups, self.config.micro_batch_tokens):
-                batch = pack(members).to(self.policy.device)
+            # Every rank computes all of them: with FSDP a forward pass is collective anyway.
+            for trajectories in plan(groups, self.config.micro_batch_tokens):
+                batch = pack(trajectories).to(self.policy.device)
                 self.routers.begin(batch.experts)
                 with self._precision():
                     logprobs = self.policy(batch).logprobs
-                parts = logprobs.split(batch.lengths.tolist())
-                anchors |= {t.id: part for t, part in zip(batch.trajectories, parts, strict=True)}
+                per_trajectory = logprobs.split(batch.lengths.tolist())
+                anchors |= {t.id: values for t, values in zip(batch.trajectories, per_trajectory, strict=True)}
         return anchors
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
@@ -293,22 +296,23 @@ class Trainer:
         return contextlib.nullcontext()
 
     def _metrics(self, opened: OpenStep, norms: list[float], rate: float) -> dict[str, float]:
-        # Names, not what happened to be measured here, so that all processes reduce the same.
+        # A fixed list of names, not what this rank happened to measure, so that all ranks reduce the same values.
         keys = [key for key in metrics.SUMS if self.rank_group.size > 1 or key in opened.sums]
-        counts = [float(opened.packed_tokens), float(opened.trained_tokens), float(opened.attended)]
+        counts = [float(opened.packed_tokens), float(opened.trained_tokens), float(opened.attended_pairs)]
         values = torch.tensor([opened.sums.get(key, 0.0) for key in keys] + counts, dtype=torch.float64)
         *sums, packed_tokens, trained_tokens, attended = self.rank_group.sum(values).tolist()
         max_ratio = float(self.rank_group.max(torch.tensor(opened.max_ratio)))
-        apart = self.rank_group.sum(gaps.histogram(torch.empty(0)) if opened.gaps is None else opened.gaps.cpu())
+        no_gaps = logprob_gap.histogram(torch.empty(0))
+        gap_counts = self.rank_group.sum(no_gaps if opened.gap_counts is None else opened.gap_counts.cpu())
         expert_load = [self.rank_group.sum(load) for load in opened.expert_load]
         seconds = max(opened.seconds, 1e-9)
         flops = metrics.training_flops(self.model, int(packed_tokens), int(attended))
         advantages = torch.tensor(list(opened.advantages.values()), dtype=torch.float64)
         return {
-            **metrics.of_groups(opened.groups, opened.step),
-            **metrics.of_tokens(dict(zip(keys, sums, strict=True)), max_ratio, opened.denominators),
-            **gaps.tail(apart),
-            **metrics.of_experts(expert_load),
+            **metrics.group_metrics(opened.groups, opened.step),
+            **metrics.token_metrics(dict(zip(keys, sums, strict=True)), max_ratio, opened.total_denominator),
+            **logprob_gap.percentile(gap_counts),
+            **metrics.expert_metrics(expert_load),
             "advantage/mean": float(advantages.mean()),
             "advantage/max": float(advantages.max()),
             "advantage/min": float(advantages.min()),

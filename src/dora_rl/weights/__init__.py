@@ -1,1 +1,1 @@
-"""Versioned weights: published atomically, proven by a fingerprint, held by leases, freed when nobody holds them."""
+"""Versioned weights: published atomically, verified by a fingerprint, held by leases, freed when no lease is left."""

@@ -1,9 +1,9 @@
-"""A published version as bytes in memory, wherever they came from.
+"""A published version as bytes in memory, for instance from an object store.
 
 Invariants:
-- tensors are views of the bytes: nothing is copied, and they stay valid as long as one of them lives;
-- the bytes may be read-only, so nobody may write into the tensors;
-- bytes that are not a published version are refused by a typed error.
+- tensors are views of the bytes: nothing is copied, and the bytes exist as long as one of the tensors does;
+- the bytes may be read-only, so no code may write to the tensors;
+- bytes that are not a published version are refused with a `StoreError`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from dora_rl.core.types import Fingerprint, Version
 from dora_rl.weights import layout
 from dora_rl.weights.layout import Manifest
-from dora_rl.weights.store import prove
+from dora_rl.weights.store import verify
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class WeightBuffer:
-    """The bytes of a version; has what a lease has."""
+    """The bytes of a version, with the interface of a lease."""
 
     def __init__(self, version: Version, data: NDArray[np.uint8]) -> None:
         self._data = data
@@ -39,17 +39,17 @@ class WeightBuffer:
     def tensors(self) -> dict[str, Tensor]:
         """The weights, as views of the bytes."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that the bytes can't be written to, which is as it should be
-            whole = torch.from_numpy(self._data)
-        return self._layout.views(whole)
+            warnings.simplefilter("ignore", UserWarning)  # the warning that the bytes are read-only, as intended
+            data = torch.from_numpy(self._data)
+        return self._layout.views(data)
 
-    def prove(self, served: dict[str, Tensor]) -> Fingerprint:
-        """The fingerprint of the tensors that an instance really serves; another than the published one is an error."""
-        return prove(self.manifest, served)
+    def verify(self, served: dict[str, Tensor]) -> Fingerprint:
+        """The fingerprint of the tensors that an instance serves; another than the published one is an error."""
+        return verify(self.manifest, served)
 
     @contextlib.contextmanager
     def file(self) -> Iterator[Path]:
-        """The bytes as a file, which is there meanwhile."""
+        """The bytes as a temporary file."""
         with tempfile.NamedTemporaryFile(suffix=".safetensors") as file:
             file.write(self._data.data)
             file.flush()
@@ -59,4 +59,4 @@ class WeightBuffer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Whoever has tensors holds the bytes."""
+        """Nothing to release: the tensors keep the bytes alive."""

@@ -1,11 +1,12 @@
-"""How a published version lies in bytes: the header of a safetensors file, and tensors as views behind it.
+"""The byte layout of a published version: the header of a safetensors file, followed by the tensors.
 
 Invariants:
-- tensors are views of the bytes: nothing is copied (but one that lies askew for its type), nothing is kept otherwise;
-- every number of the header is checked against the bytes before it is used; what does not fit is a `StoreError`.
+- tensors are views of the bytes: nothing is copied, except a tensor that is not aligned for its dtype, and nothing else
+  is kept;
+- every number of the header is checked against the bytes before it is used; a contradiction is a `StoreError`.
 
-The library is not asked for the tensors: each that it gives costs some dozens of bytes for ever, and a run loads
-thousands of versions.
+The safetensors library is not used for the tensors: it leaks some dozens of bytes per tensor, and a run loads thousands
+of versions.
 """
 
 from __future__ import annotations
@@ -24,53 +25,54 @@ if TYPE_CHECKING:
 
 
 class Manifest(NamedTuple):
-    """What a published version says of itself."""
+    """The description that is stored with a published version."""
 
     version: Version
     fingerprint: Fingerprint
     adapter: bool
-    """The tensors are a LoRA adapter, to be put over the base weights."""
+    """The tensors are a LoRA adapter, to be merged into the base weights."""
     bytes: int
     probe: Probe | None = None
-    """What the trainer computed with these weights; None: it did not say."""
+    """The trainer's log-probs with these weights, if they were published."""
 
 
 class Layout(NamedTuple):
-    """What stands where."""
+    """The header of a version, parsed."""
 
     manifest: Manifest
-    begin: int
-    """Of the data."""
+    data_start: int
+    """Offset of the first byte after the header."""
     entries: dict[str, dict[str, Any]]
+    """dtype, shape and offsets of each tensor, by name."""
 
-    def views(self, whole: Tensor) -> dict[str, Tensor]:
-        """The tensors, of all the bytes."""
+    def views(self, version_bytes: Tensor) -> dict[str, Tensor]:
+        """The tensors, as views of all bytes of the version."""
         try:
-            data = whole[self.begin :]
+            data = version_bytes[self.data_start :]
             return {name: _view(data, entry) for name, entry in self.entries.items()}
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise StoreError(f"version {self.manifest.version} is damaged: {error}") from error
 
 
 def read(version: Version, start: bytes, size: int) -> Layout:
-    """The layout of a version of so many bytes, from as many of them as hold its header."""
+    """The layout of a version of `size` bytes; `start` are its first bytes, including the whole header."""
     try:
-        begin = header_end(start)
-        if begin > min(size, len(start)):
-            raise ValueError("its header is longer than it is")
-        entries = json.loads(start[8:begin])
-        said = entries.pop("__metadata__")
-        if int(said["version"]) != version:
-            raise ValueError(f"it says that it is version {said['version']}")
-        probe = Probe.decode(said["probe"]) if "probe" in said else None
-        manifest = Manifest(version, str(said["fingerprint"]), said["adapter"] == "true", size, probe)
-        return Layout(manifest, begin, entries)
+        end = header_end(start)
+        if end > min(size, len(start)):
+            raise ValueError("its header is longer than the file")
+        entries = json.loads(start[8:end])
+        metadata = entries.pop("__metadata__")
+        if int(metadata["version"]) != version:
+            raise ValueError(f"its header has version {metadata['version']}")
+        probe = Probe.decode(metadata["probe"]) if "probe" in metadata else None
+        manifest = Manifest(version, str(metadata["fingerprint"]), metadata["adapter"] == "true", size, probe)
+        return Layout(manifest, end, entries)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise StoreError(f"version {version} is damaged: its header can't be read ({error})") from error
 
 
 def header_end(start: bytes) -> int:
-    """Where the header ends, from the first eight bytes."""
+    """The offset at which the header ends, from the first eight bytes."""
     return 8 + int.from_bytes(start[:8], "little")
 
 
@@ -78,10 +80,10 @@ def _view(data: Tensor, entry: dict[str, Any]) -> Tensor:
     begin, end = entry["data_offsets"]
     dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
     if not 0 <= begin <= end <= len(data):
-        raise ValueError("a tensor lies outside of the bytes")
+        raise ValueError("a tensor is outside of the data")
     if math.prod(shape) * dtype.itemsize != end - begin or any(size < 0 for size in shape):
-        raise ValueError("a tensor has another size than its shape")
-    part = data[begin:end]
-    if part.storage_offset() % dtype.itemsize:
-        part = part.clone()  # behind an odd number of smaller elements; rare, and small
-    return part.view(dtype).view(shape)
+        raise ValueError("the number of bytes of a tensor does not match its shape")
+    values = data[begin:end]
+    if values.storage_offset() % dtype.itemsize:
+        values = values.clone()  # it follows an odd number of smaller elements; such tensors are rare and small
+    return values.view(dtype).view(shape)

@@ -1,12 +1,12 @@
-"""The weight store: one safetensors file for each version, in shared memory or a folder.
+"""The weight store: one safetensors file per version, in shared memory or in a folder.
 
 Invariants:
-- a file under its final name is whole: it is written under another name, and renamed when its last byte is there;
-- its header names version and fingerprint, so the file alone says what it is;
-- loading maps the file and copies nothing: all processes of a machine share the one set of pages;
-- a version that is leased is never freed. A lease is a lock of the operating system on a file of its own, so it ends
-  with its process, however that ends;
-- at most the newest `keep` versions, and older ones that are still leased, take room.
+- a file under its final name is complete: it is written under another name, and renamed after its last byte;
+- the header has version and fingerprint, so a file identifies itself;
+- loading maps the file and copies nothing: all processes of a machine share one set of pages;
+- a leased version is never freed. A lease is an operating-system lock on a separate file, so it ends with its process,
+  in whatever way that ends;
+- only the newest `keep` versions, and older ones that are still leased, take space.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from dora_rl.core.interfaces import TensorSpec
 from dora_rl.core.probe import Probe
 from dora_rl.core.types import Fingerprint, Version
 from dora_rl.models.dtypes import DTYPES
+from dora_rl.models.fingerprint import combine, digest, fingerprint, raw
 from dora_rl.weights import layout
-from dora_rl.weights.fingerprint import combine, digest, fingerprint, raw
 from dora_rl.weights.layout import Manifest
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _NAME = re.compile(r"v(\d{8})\.safetensors")
-_ALIGNMENT = 64  # of the data: a cache line, so that mapped tensors are as good as allocated ones
+_ALIGNMENT = 64  # of the data, in bytes: a cache line, so that mapped tensors are as fast as allocated ones
 _UNSET = "0" * 64
 _STAGED = ".staged-"
 
 
 class Lease:
-    """A counted hold on a version, with its weights mapped on demand. Close it to let go."""
+    """Keeps a version from being freed until it is closed; maps the weights on demand."""
 
     def __init__(self, store: WeightStore, manifest: Manifest, lock: int, path: Path) -> None:
         self.manifest = manifest
@@ -55,26 +55,26 @@ class Lease:
         self._path = path
 
     def tensors(self) -> dict[str, Tensor]:
-        """The weights, mapped from the store; they stay valid after the lease has ended."""
+        """The weights, mapped from the store; they stay valid after the lease is closed."""
         version = self.manifest.version
         try:
-            whole = _mapped(self._store.path(version))
+            data = _mapped(self._store.path(version))
         except (OSError, RuntimeError) as error:
             raise StoreError(f"version {version} can't be mapped: {error}") from error
-        end = layout.header_end(whole[:8].numpy().tobytes())
-        return layout.read(version, whole[:end].numpy().tobytes(), len(whole)).views(whole)
+        end = layout.header_end(data[:8].numpy().tobytes())
+        return layout.read(version, data[:end].numpy().tobytes(), len(data)).views(data)
 
     @contextlib.contextmanager
     def file(self) -> Iterator[Path]:
-        """The file, which stays as long as the lease."""
+        """The file of the version, which exists at least as long as the lease."""
         yield self._store.path(self.manifest.version).resolve()
 
-    def prove(self, served: dict[str, Tensor]) -> Fingerprint:
-        """The fingerprint of the tensors that an instance really serves; another than the published one is an error."""
-        return prove(self.manifest, served)
+    def verify(self, served: dict[str, Tensor]) -> Fingerprint:
+        """The fingerprint of the tensors that an instance serves; another than the published one is an error."""
+        return verify(self.manifest, served)
 
     def close(self) -> None:
-        """Let go. The last hold on a version that has left the window frees it."""
+        """Release the version. If it is not among the newest `keep` versions, the last release frees it."""
         if self._lock is None:
             return
         self._path.unlink(missing_ok=True)
@@ -101,14 +101,14 @@ class WeightStore:
 
     @classmethod
     def in_shared_memory(cls, run: str, *, keep: int) -> WeightStore:
-        """A store in the memory of this machine, which lives until it is cleared or the machine restarts."""
+        """A store in the memory of this machine, which exists until it is cleared or the machine restarts."""
         return cls(Path("/dev/shm") / f"dora-rl-{run}", keep=keep)  # noqa: S108
 
     def path(self, version: Version) -> Path:
         return self._folder / f"v{version:08d}.safetensors"
 
     def versions(self) -> list[Version]:
-        """All that are there, oldest first."""
+        """All published versions, oldest first."""
         names = (_NAME.fullmatch(entry.name) for entry in self._folder.iterdir())
         return sorted(int(name[1]) for name in names if name)
 
@@ -122,10 +122,10 @@ class WeightStore:
         write: bool = True,
         probe: Probe | None = None,
     ) -> Fingerprint:
-        """Write a version and rename it into place; versions that leave the window are freed unless leased.
+        """Write a version and rename it into place; older versions beyond the newest `keep` are freed unless leased.
 
-        Processes of a sharded trainer that do not write (`write=False`) take part in gathering, and wait in the end
-        for nothing: the version exists for them when the writer has said so.
+        Ranks of a sharded trainer that do not write (`write=False`) take part in gathering the tensors, but do not wait
+        until the version is published: they learn of it from rank 0.
         """
         if not write:
             deque(tensors, maxlen=0)
@@ -135,7 +135,7 @@ class WeightStore:
             found = _write(staged, version, specs, tensors, adapter, self._durable, probe)
             with self._locked():
                 if version in self.versions():
-                    self._same(version, found)  # a trainer that came back publishes its version again
+                    self._check_same(version, found)  # a restarted trainer publishes its version again
                 else:
                     staged.rename(self.path(version))
         finally:
@@ -153,11 +153,11 @@ class WeightStore:
                 start += file.read(min(size, layout.header_end(start)))
         except FileNotFoundError:
             there = ", ".join(map(str, self.versions())) or "none"
-            raise StoreError(f"version {version} is not in the store; there are: {there}") from None
+            raise StoreError(f"version {version} is not in the store, which has: {there}") from None
         return layout.read(version, start, size).manifest
 
     def lease(self, version: Version) -> Lease:
-        """Hold a version."""
+        """Take a lease on a version; a version that is not in the store is a `StoreError`."""
         path = self._folder / "leases" / f"{version:08d}-{uuid.uuid4().hex}"
         with self._locked():
             manifest = self.manifest(version)
@@ -166,21 +166,21 @@ class WeightStore:
         return Lease(self, manifest, lock, path)
 
     def holders(self, version: Version) -> int:
-        """How many leases on a version are alive. Those of dead processes are swept away."""
+        """The number of leases on a version. Leases of dead processes are removed."""
         with self._locked():
             return self._holders(version)
 
     def retire(self, version: Version) -> None:
-        """Free a version that nobody holds."""
+        """Free a version; if it is leased, that is a `StoreError`."""
         with self._locked():
             self.manifest(version)
             held = self._holders(version)
             if held:
-                raise StoreError(f"version {version} can't be retired: {held} still hold it")
+                raise StoreError(f"version {version} can't be retired: it has {held} lease{'s' if held > 1 else ''}")
             self.path(version).unlink()
 
     def prune(self) -> list[Version]:
-        """Free what has left the window and is not held; what was freed."""
+        """Free versions beyond the newest `keep` that are not leased; returns the freed versions."""
         with self._locked():
             freed = [version for version in self.versions()[: -self._keep] if not self._holders(version)]
             for version in freed:
@@ -188,21 +188,21 @@ class WeightStore:
         return freed
 
     def sweep(self) -> None:
-        """Remove what publishers that were killed have left half-written; only while nobody publishes."""
+        """Remove the partial files of publishers that were killed; call it only while no process publishes."""
         for path in self._folder.glob(f"{_STAGED}*"):
             path.unlink(missing_ok=True)
 
     def clear(self) -> None:
-        """Remove the store. Tensors that are mapped stay valid."""
+        """Remove the store. Mapped tensors stay valid."""
         import shutil
 
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _same(self, version: Version, found: Fingerprint) -> None:
-        there = self.manifest(version).fingerprint
-        if there != found:
+    def _check_same(self, version: Version, found: Fingerprint) -> None:
+        published = self.manifest(version).fingerprint
+        if published != found:
             raise FingerprintError(
-                f"version {version} is already published with the fingerprint {there[:16]}, "
+                f"version {version} is already published with the fingerprint {published[:16]}, "
                 f"and can't be replaced by {found[:16]}"
             )
 
@@ -220,19 +220,19 @@ class WeightStore:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """One change at a time, over all processes."""
+        """A lock over all processes: one change of the store at a time."""
         with (self._folder / ".lock").open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
 
-def prove(manifest: Manifest, served: dict[str, Tensor]) -> Fingerprint:
-    """The fingerprint of tensors, which must be the published one."""
+def verify(manifest: Manifest, served: dict[str, Tensor]) -> Fingerprint:
+    """The fingerprint of tensors, which must be the published one: otherwise it is a `FingerprintError`."""
     found = fingerprint(served)
     if found != manifest.fingerprint:
         raise FingerprintError(
             f"version {manifest.version} was published with the fingerprint {manifest.fingerprint[:16]}, "
-            f"but what is served has {found[:16]}"
+            f"but the served tensors have {found[:16]}"
         )
     return found
 
@@ -246,28 +246,28 @@ def _write(
     durable: bool,
     probe: Probe | None,
 ) -> Fingerprint:
-    """One copy: from the tensor straight into the mapped file. Hashing follows on threads while copying goes on."""
-    said = {"format": "pt", "version": str(version), "adapter": str(adapter).lower(), "fingerprint": _UNSET}
+    """Copy each tensor once, directly into the mapped file. Threads hash tensors while others are being copied."""
+    metadata = {"format": "pt", "version": str(version), "adapter": str(adapter).lower(), "fingerprint": _UNSET}
     if probe is not None:
-        said["probe"] = probe.encode()
-    header, spans, size = _header(specs, said)
+        metadata["probe"] = probe.encode()
+    header, spans, size = _header(specs, metadata)
     with path.open("w+b") as file, ThreadPoolExecutor(2) as pool:
-        os.posix_fallocate(file.fileno(), 0, size)  # a full disk or /dev/shm is an error here, not a crash on writing
+        os.posix_fallocate(file.fileno(), 0, size)  # a full disk or /dev/shm is an error here, not a crash later
         with mmap.mmap(file.fileno(), size) as memory:
             target = np.frombuffer(memory, dtype=np.uint8)
             try:
                 digests: list[Future[bytes]] = []
                 for tensor, (begin, end) in zip(tensors, spans, strict=True):
-                    part = target[begin:end]
-                    part[:] = raw(tensor)
-                    digests.append(pool.submit(digest, part))
+                    span = target[begin:end]
+                    span[:] = raw(tensor)
+                    digests.append(pool.submit(digest, span))
                 found = combine(zip(specs, [future.result() for future in digests], strict=True))
                 final = header.replace(_UNSET.encode(), found.encode())
                 target[: len(final)] = np.frombuffer(final, dtype=np.uint8)
             finally:
                 pool.shutdown()
                 digests.clear()
-                part = target = np.empty(0, dtype=np.uint8)  # a mapping can't be closed while a view is left
+                span = target = np.empty(0, dtype=np.uint8)  # a mapping can't be closed while it has views
             if durable:
                 memory.flush()
         if durable:
@@ -276,7 +276,7 @@ def _write(
 
 
 def _mapped(path: Path) -> Tensor:
-    """The bytes of a file, over its pages."""
+    """The bytes of a file, memory-mapped."""
     import torch
 
     storage = torch.UntypedStorage.from_file(str(path), False, path.stat().st_size)
@@ -284,7 +284,7 @@ def _mapped(path: Path) -> Tensor:
 
 
 def _header(specs: Sequence[TensorSpec], metadata: dict[str, str]) -> tuple[bytes, list[tuple[int, int]], int]:
-    """Length and JSON of a safetensors file, where each tensor stands in it, and its size."""
+    """The header of a safetensors file (length and JSON), the span of each tensor in the file, and the file's size."""
     entries: dict[str, Any] = {"__metadata__": metadata}
     spans, offset = [], 0
     for tensor in specs:

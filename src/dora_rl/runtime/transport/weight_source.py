@@ -27,7 +27,7 @@ class Leased(Protocol):
 
     def tensors(self) -> dict[str, Any]: ...
 
-    def prove(self, served: dict[str, Any]) -> Fingerprint: ...
+    def verify(self, served: dict[str, Any]) -> Fingerprint: ...
 
     def file(self) -> AbstractContextManager[Path]:
         """The version as a safetensors file, for engines that read files themselves."""
@@ -56,7 +56,7 @@ class StoreWeights:
         self._transposed: set[str] = set()
         if lora_config is not None:
             self._transposed = lora.transposed(model)
-            self._base = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+            self._base = dict(lora.base_weights(model))
 
     def tensors(self, version: Version) -> Mapping[str, Any]:
         """The tensors of a version."""
@@ -67,7 +67,7 @@ class StoreWeights:
     def fingerprint(self, version: Version) -> Fingerprint:
         """Computed from the tensors in the store, not read from the manifest."""
         with _lease(self._store, version) as lease:
-            return lease.prove(lease.tensors())
+            return lease.verify(lease.tensors())
 
     def probe(self, version: Version) -> Probe | None:
         """The probe that the trainer published with the version."""
@@ -90,7 +90,7 @@ class StoreFiles:
         """The file of a version, leased meanwhile, with its fingerprint computed from the tensors."""
         with _lease(self._store, version) as lease, lease.file() as path:
             manifest = lease.manifest
-            yield PublishedFile(path, lease.prove(lease.tensors()), manifest.adapter, manifest.probe)
+            yield PublishedFile(path, lease.verify(lease.tensors()), manifest.adapter, manifest.probe)
 
 
 def _lease(store: Leasing, version: Version) -> Leased:

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from dora_rl.runtime.transport import messages as m
 from dora_rl.runtime.transport.channel import Channel
-from dora_rl.trainer.rank_group import RankGroup, meet
+from dora_rl.trainer.rank_group import RankGroup, join_from_store
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def join(start: m.StartWorker, channel: Channel[m.ToWorker], device: str, addres
             address, port, start.ranks, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
         channel.send(m.RanksAddress(address=address, port=port))
-    rank_group = meet(device, store, start.rank, start.ranks)
+    rank_group = join_from_store(device, store, start.rank, start.ranks)
     logger.info("joined the rank group as rank %d of %d", start.rank, start.ranks)
     return rank_group
 

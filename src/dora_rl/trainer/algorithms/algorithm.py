@@ -1,13 +1,13 @@
-"""What an algorithm is made of: pure functions that compose.
+"""The types that an algorithm is composed of.
 
-An algorithm names how rewards become advantages, how ratios and advantages become a loss per token, how token losses
-are averaged, and its usual clipping bounds. Everything else (KL, entropy, corrections, packing, updates) is the same
-for all of them.
+An algorithm defines how rewards become advantages, how ratios and advantages become a loss per token, how token losses
+are averaged, and its default clipping bounds. Everything else (KL, entropy, corrections, packing, updates) is the same
+for all algorithms.
 
-The algorithms are part of the configuration, so neither torch nor numpy is imported before one of them computes: a
-mistake in a config file is reported at once.
+The configuration imports the algorithms, so neither torch nor numpy is imported before an algorithm computes something:
+a mistake in a config file is reported at once.
 
-Shapes: N trained tokens of S trajectories in one micro-batch, flat; B groups of a step with G siblings each.
+Dimensions: a micro-batch has N trained tokens, flattened, of S trajectories; a step has B groups of G siblings each.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Rewards: TypeAlias = "Sequence[NDArray[np.float64]]"
-"""One array [G] for each group."""
+"""One array [G] per group."""
 
 AdvantageFunction: TypeAlias = "Callable[[Rewards], list[NDArray[np.float64]]]"
-"""Rewards of groups to advantages of the same shape."""
+"""Maps the rewards of groups to advantages of the same shape."""
 
 Scope: TypeAlias = Literal["group", "step"]
 """What an advantage depends on: its own group, so that a step can stream, or all groups of the step."""
@@ -50,7 +50,7 @@ class TokenBatch(NamedTuple):
     """The trained tokens of a micro-batch."""
 
     log_ratio: Tensor
-    """[N] log of policy over the policy that the ratio is to, with gradient."""
+    """[N] log-prob under the policy minus log-prob under the policy that the ratio refers to, with gradient."""
     logprobs: Tensor
     """[N] log-probs under the policy, with gradient."""
     advantages: Tensor
@@ -62,14 +62,14 @@ class TokenBatch(NamedTuple):
 
 
 class TokenLoss(NamedTuple):
-    """What a policy loss says."""
+    """The result of a policy loss."""
 
     loss: Tensor
     """[N] with gradient."""
     ratio: Tensor
-    """[N] the ratio that was bounded, without gradient."""
+    """[N] the ratio before clipping, without gradient."""
     clipped: Tensor
-    """[N] true where a bound cut the gradient or the weight."""
+    """[N] true where clipping cut the gradient or changed the weight."""
 
 
 PolicyLoss: TypeAlias = Callable[[TokenBatch, Clip], TokenLoss]
@@ -77,7 +77,7 @@ PolicyLoss: TypeAlias = Callable[[TokenBatch, Clip], TokenLoss]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """A named composition."""
+    """A named composition of functions and defaults."""
 
     name: str
     """The value of `trainer.algorithm.name` that selects it."""
@@ -85,4 +85,6 @@ class Algorithm:
     scope: Scope = "group"
     policy_loss: PolicyLoss
     aggregation: Aggregation
+    """The default of `trainer.algorithm.aggregation`."""
     clip: Clip
+    """The defaults of the clipping bounds."""

@@ -1,4 +1,4 @@
-"""CISPO (MiniMax-M1, arXiv 2506.13585): the ratio is a bounded weight, and no token loses its gradient."""
+"""CISPO (MiniMax-M1, arXiv 2506.13585): the clipped ratio is only a weight, so every token keeps its gradient."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dora_rl.trainer.algorithms.grpo import normalised
 
 
 def bounded_weight(tokens: TokenBatch, clip: Clip) -> TokenLoss:
-    """Policy gradient weighted by the clipped ratio."""
+    """The policy gradient, weighted by the clipped ratio."""
     import torch
 
     ratio = tokens.log_ratio.detach().exp()
@@ -15,7 +15,7 @@ def bounded_weight(tokens: TokenBatch, clip: Clip) -> TokenLoss:
     return TokenLoss(-weight * tokens.advantages * tokens.logprobs, ratio, torch.ne(weight, ratio))
 
 
-# As in the paper, there is no lower bound: low = 1 puts it at 0.
+# As in the paper, the ratio has no lower bound: low = 1 puts the bound at 0.
 CISPO = Algorithm(
     name="cispo", advantage=normalised, policy_loss=bounded_weight, aggregation="token_mean", clip=Clip(1.0, 0.28)
 )

@@ -1,5 +1,7 @@
-"""DAPO (Yu et al., arXiv 2503.14476): a higher upper bound, token mean. Its dynamic sampling is `no_signal = "skip"`,
-its soft punishment of overlong answers belongs to the reward."""
+"""DAPO (Yu et al., arXiv 2503.14476): a higher upper bound and the mean over tokens.
+
+Its dynamic sampling corresponds to `no_signal = "skip"`; its soft penalty for overlong answers belongs in the reward.
+"""
 
 from __future__ import annotations
 

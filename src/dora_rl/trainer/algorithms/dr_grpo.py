@@ -1,4 +1,4 @@
-"""Dr. GRPO (Liu et al., arXiv 2503.20783): no division by the deviation nor by the length, which both bias."""
+"""Dr. GRPO (Liu et al., arXiv 2503.20783): no division by the standard deviation or by the length; both are biased."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def centred(rewards: Rewards) -> list[NDArray[np.float64]]:
-    """r - mean, in each group."""
+    """r - mean, within each group."""
     return [group - group.mean() for group in rewards]
 
 

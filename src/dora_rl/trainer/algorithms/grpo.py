@@ -1,4 +1,4 @@
-"""GRPO (Shao et al., DeepSeekMath, arXiv 2402.03300): rewards normalised in their group, PPO clip, sequence mean."""
+"""GRPO (Shao et al., DeepSeekMath, arXiv 2402.03300): rewards normalised within a group, PPO clip, sequence mean."""
 
 from __future__ import annotations
 
@@ -11,16 +11,13 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-# Keeps a group of equal rewards at zero; the size is the one in common use, so that results compare.
+# Keeps the advantages of a group with equal rewards at zero; this value is in common use, so that results compare.
 EPSILON = 1e-4
 
 
 def normalised(rewards: Rewards) -> list[NDArray[np.float64]]:
-    """(r - mean) / (standard deviation + epsilon), in each group."""
-    return [
-        (group - group.mean()) / ((group.std(ddof=1) if len(group) > 1 else 0.0) + EPSILON)  # of the sample
-        for group in rewards
-    ]
+    """(r - mean) / (sample standard deviation + epsilon), within each group."""
+    return [(group - group.mean()) / ((group.std(ddof=1) if len(group) > 1 else 0.0) + EPSILON) for group in rewards]
 
 
 GRPO = Algorithm(

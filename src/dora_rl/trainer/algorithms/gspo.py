@@ -1,4 +1,4 @@
-"""GSPO (Zheng et al., arXiv 2507.18071): one ratio for a trajectory, the geometric mean of its token ratios."""
+"""GSPO (Zheng et al., arXiv 2507.18071): one ratio per trajectory, the geometric mean of its token ratios."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dora_rl.trainer.algorithms.losses import clipped_surrogate, sequence_sum
 
 
 def sequence_clip(tokens: TokenBatch, clip: Clip) -> TokenLoss:
-    """The surrogate on trajectory ratios, said for each of their tokens."""
+    """The clipped surrogate of trajectory ratios, repeated for each token."""
     log_ratio = sequence_sum(tokens.log_ratio, tokens.sequence, len(tokens.lengths)) / tokens.lengths
     return clipped_surrogate(log_ratio[tokens.sequence].exp(), tokens.advantages, clip)
 

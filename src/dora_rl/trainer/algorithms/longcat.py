@@ -1,8 +1,8 @@
 """The recipe of the LongCat-Flash-Thinking report (arXiv 2509.18883): triplet clip, constant-length denominator.
 
-Three bounds: for negative advantages one below and one above, for positive ones one above. The upper bound for
-negative advantages keeps a token that the policy has made much likelier from blowing up the gradient. The report
-also truncates the gap between engines: set `correction = "token_truncate"`.
+There are three bounds: a lower and an upper one for negative advantages, and an upper one for positive advantages. The
+upper bound for negative advantages keeps a token that the policy has made much likelier from blowing up the gradient.
+The report also truncates the gap between engine and trainer: set `correction = "token_truncate"` for that.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dora_rl.trainer.algorithms.algorithm import Algorithm, Clip
 from dora_rl.trainer.algorithms.grpo import normalised
 from dora_rl.trainer.algorithms.losses import ppo_clip
 
-# Defaults: the first two are DAPO's, the third is the usual one of dual-clip PPO (arXiv 1912.09729).
+# The first two bounds are DAPO's; the third is the usual one of dual-clip PPO (arXiv 1912.09729).
 LONGCAT = Algorithm(
     name="longcat",
     advantage=normalised,

@@ -1,10 +1,10 @@
-"""Pieces that several algorithms share: the PPO clip, averaging, KL, and corrections for the gap between engines.
+"""Functions that several algorithms share: the PPO clip, averaging, KL, and corrections for the engine-trainer gap.
 
-The gap and the ratio. With pi the policy now, b the behaviour log-probs that came with the trajectory, and a (the
-anchor) the trainer's own log-probs at the start of the step, pi/b = (pi/a) * (a/b). Without a correction the whole
-of pi/b is the ratio that a loss clips. With one, the loss clips pi/a, which the updates of this step have moved, and
-a/b, which they can't move, becomes a weight without gradient that is truncated or masked. Either way the importance
-weight is to the behaviour policy.
+The gap and the ratio: let pi be the current policy, b the behaviour policy that sampled the trajectory, and a (the
+anchor) the trainer's own policy at the start of the step; then pi/b = (pi/a) * (a/b). Without a correction, pi/b is the
+ratio that a loss clips. With a correction, the loss clips pi/a, which the updates of this step have moved, and a/b,
+which they can't move, becomes a weight without gradient that is truncated or masked. In both cases the importance
+weight refers to the behaviour policy.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 def sequence_sum(values: Tensor, sequence: Tensor, count: int) -> Tensor:
-    """[S] sums of [N] over the tokens of each trajectory."""
+    """[S] the sums of [N] values over the tokens of each trajectory."""
     return values.new_zeros(count).index_add(0, sequence, values)
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip: Clip) -> TokenLoss:
-    """PPO's pessimistic bound, with an optional third bound for large ratios at negative advantages."""
+    """PPO's pessimistic bound, with an optional third bound on large ratios for negative advantages."""
     import torch
 
     bounded = ratio.clamp(1 - clip.low, 1 + clip.high)
@@ -39,12 +39,12 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip: Clip) -> TokenLos
 
 
 def ppo_clip(tokens: TokenBatch, clip: Clip) -> TokenLoss:
-    """The surrogate on token ratios."""
+    """The clipped surrogate of token ratios."""
     return clipped_surrogate(tokens.log_ratio.exp(), tokens.advantages, clip)
 
 
 def token_weights(aggregation: Aggregation, tokens: TokenBatch, constant_length: int) -> Tensor:
-    """[N] the share of each token in the sum that `denominator` divides."""
+    """[N] the weight of each token in the sum that is divided by the sum of `denominator`."""
     import torch
 
     if aggregation == "token_mean":
@@ -55,18 +55,18 @@ def token_weights(aggregation: Aggregation, tokens: TokenBatch, constant_length:
 
 
 def denominator(aggregation: Aggregation, trajectory: Trajectory) -> int:
-    """What one trajectory adds to the denominator; known without its loss, so that gradients can be summed first."""
+    """What one trajectory adds to the denominator. It does not need the loss, so gradients can be summed first."""
     return trajectory.response_length if aggregation == "token_mean" else 1
 
 
 def kl_estimate(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Unbiased, never negative estimate of KL(policy || reference) from tokens of the policy (Schulman's k3)."""
+    """Unbiased, non-negative estimate of KL(policy || reference) from tokens sampled by the policy (Schulman's k3)."""
     difference = reference - logprobs
     return difference.exp() - difference - 1
 
 
 def gap_weights(kind: Correction, log_gap: Tensor, tokens: TokenBatch, low: float, high: float) -> Tensor:
-    """[N] weights for the gap between trainer and engine; `log_gap` is anchor minus behaviour, without gradient."""
+    """[N] weights that correct the gap between trainer and engine; `log_gap` is anchor minus behaviour log-prob."""
     import torch
 
     if kind.startswith("sequence"):

@@ -1,7 +1,7 @@
 """REINFORCE++ (Hu et al., arXiv 2501.03262): advantages normalised over all trajectories of the step.
 
-The baseline variant subtracts the mean of the group first. Both need the rewards of the whole step, so a step with
-them takes groups as they come but computes at the end.
+The baseline variant first subtracts the mean of the group. Both variants need the rewards of the whole step, so the
+trainer collects the groups as they finish and computes the gradient when the step closes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def normalised_over_step(rewards: Rewards) -> list[NDArray[np.float64]]:
-    """(r - mean) / (standard deviation + epsilon), over the step."""
+    """(r - mean) / (standard deviation + epsilon), over all trajectories of the step."""
     import numpy as np
 
     flat = np.concatenate(rewards)
@@ -27,7 +27,7 @@ def normalised_over_step(rewards: Rewards) -> list[NDArray[np.float64]]:
 
 
 def centred_then_normalised(rewards: Rewards) -> list[NDArray[np.float64]]:
-    """r - mean of the group, then normalised over the step."""
+    """r - mean of the group, normalised over the step."""
     return normalised_over_step(centred(rewards))
 
 

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def leave_one_out(rewards: Rewards) -> list[NDArray[np.float64]]:
-    """r minus the mean reward of the siblings."""
+    """r minus the mean reward of the other siblings."""
     if any(len(group) < 2 for group in rewards):
-        raise ConfigError("the advantage of 'rloo' needs groups of at least 2: raise group_size")
+        raise ConfigError("the advantage of 'rloo' needs groups of at least 2 trajectories: raise group_size")
     return [(group - group.mean()) * len(group) / (len(group) - 1) for group in rewards]
 
 

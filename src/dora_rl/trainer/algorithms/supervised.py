@@ -1,4 +1,4 @@
-"""Supervised learning: the log-likelihood of the given tokens. A warm start before reinforcement learning."""
+"""Supervised fine-tuning: maximises the log-likelihood of given tokens, as a warm start for reinforcement learning."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-def one(rewards: Rewards) -> list[NDArray[np.float64]]:
-    """Every example counts alike."""
+def ones(rewards: Rewards) -> list[NDArray[np.float64]]:
+    """Every example has the same weight."""
     import numpy as np
 
     return [np.ones_like(group) for group in rewards]
 
 
 def negative_log_likelihood(tokens: TokenBatch, _: Clip) -> TokenLoss:
-    """Nothing is sampled here, so there is no ratio and nothing to clip."""
+    """The tokens were not sampled by a policy, so there is no ratio and nothing to clip."""
     import torch
 
     ratio = torch.ones_like(tokens.advantages)
@@ -27,5 +27,9 @@ def negative_log_likelihood(tokens: TokenBatch, _: Clip) -> TokenLoss:
 
 
 SUPERVISED = Algorithm(
-    name="supervised", advantage=one, policy_loss=negative_log_likelihood, aggregation="token_mean", clip=Clip(0.0, 0.0)
+    name="supervised",
+    advantage=ones,
+    policy_loss=negative_log_likelihood,
+    aggregation="token_mean",
+    clip=Clip(0.0, 0.0),
 )

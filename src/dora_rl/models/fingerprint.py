@@ -1,8 +1,8 @@
-"""What weights are called by their content.
+"""The fingerprint of weights: a hash of their content.
 
-A fingerprint is the SHA-256 over name, dtype, shape and the SHA-256 of the bytes of each tensor, in the order of
-names. It does not depend on the file, on the order of publishing or on who computes it, so an instance can prove
-what it serves from the tensors it really computes with.
+A fingerprint is the SHA-256 over the name, dtype, shape and SHA-256 of the bytes of each tensor, sorted by name. It
+does not depend on the file, on the order of publishing or on the process that computes it, so an instance can verify
+the weights that it serves by hashing the tensors that it computes with.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-_LITTLE = 8 << 20
-"""Bytes that are hashed sooner than threads begin."""
+_SMALL_BYTES = 8 << 20
+"""Less than this is hashed faster than threads start."""
 
 
 def raw(tensor: Tensor) -> NDArray[np.uint8]:
@@ -37,19 +37,19 @@ def digest(data: NDArray[np.uint8]) -> bytes:
     return hashlib.sha256(data.data).digest()
 
 
-def combine(parts: Iterable[tuple[TensorSpec, bytes]]) -> Fingerprint:
-    """The fingerprint of tensors, given their digests."""
+def combine(digests: Iterable[tuple[TensorSpec, bytes]]) -> Fingerprint:
+    """The fingerprint of tensors, from the digest of each."""
     total = hashlib.sha256()
-    for tensor, content in sorted(parts):
+    for tensor, content in sorted(digests):
         shape = ",".join(map(str, tensor.shape))
         total.update(f"{tensor.name}|{tensor.dtype}|{shape}|".encode() + content)
     return total.hexdigest()
 
 
 def fingerprint(tensors: Mapping[str, Tensor], threads: int = 2) -> Fingerprint:
-    """The fingerprint of these tensors as they are in memory now. Hashing releases the GIL, so threads help."""
+    """The fingerprint of the current content of these tensors. Hashing releases the GIL, so threads help."""
     specs = [spec(name, tensor) for name, tensor in tensors.items()]
-    if sum(tensor.nbytes for tensor in tensors.values()) < _LITTLE:
+    if sum(tensor.nbytes for tensor in tensors.values()) < _SMALL_BYTES:
         return combine(zip(specs, (digest(raw(tensor)) for tensor in tensors.values()), strict=True))
     with ThreadPoolExecutor(threads) as pool:
         return combine(zip(specs, pool.map(lambda tensor: digest(raw(tensor)), tensors.values()), strict=True))
