@@ -86,7 +86,7 @@ def registries() -> Iterator[None]:
     yield
     for registry, before in kept:
         for name in set(registry) - set(before):
-            del registry[name]  # type: ignore[attr-defined]
+            del registry[name]
 
 
 def in_package(package: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +237,7 @@ def test_an_engine_keeps_the_contract(parrot: Callable[[], int], tmp_path: Path)
 def test_an_engine_refuses_a_run_that_it_cannot_serve(parrot: Callable[[], int], tmp_path: Path) -> None:
     del parrot
     tree = tree_with(tmp_path, settings_of("An engine"), {"control": {"mode": "partial"}})
-    with pytest.raises(ConfigError, match="'parrot' can't load weights under running requests, as mode 'partial' does"):
+    with pytest.raises(ConfigError, match="'parrot' can't load weights under requests, as mode 'partial' does"):
         build(RunConfig, tree)
 
 
