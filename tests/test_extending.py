@@ -39,7 +39,7 @@ from dora_rl.trainer.algorithms import all_algorithms
 from tests.envs.making import a_problem
 from tests.schedules import draw_config, draw_plan, run_schedule
 from tests.settings.workers import tree_with
-from tests.trainer.making import SMALL, groups, llama, trainer
+from tests.trainer.factories import SMALL, groups, llama, trainer
 
 PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text()
 
