@@ -336,7 +336,7 @@ def test_what_is_not_known_of_an_instances_load_does_not_change_it() -> None:
     orchestrator = started()
     orchestrator.step(e.Progress(instance="a", kv_tokens=500, tokens={0: 3}), 1)
     orchestrator.step(e.Parked(trajectory=0, attempt=0, kv_tokens=None), 2)
-    assert orchestrator._context.fleet.instances["a"].kv_tokens == 500
+    assert orchestrator._context.instances.by_id["a"].kv_tokens == 500
 
 
 def test_the_same_events_give_the_same_commands() -> None:

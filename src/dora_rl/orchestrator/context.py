@@ -1,4 +1,4 @@
-"""What the parts of the orchestrator share: the facts, the clock of the current event, and the list of commands."""
+"""What the parts of the orchestrator share: the state, the clock of the current event, and the list of commands."""
 
 from __future__ import annotations
 
@@ -21,36 +21,38 @@ class Context:
         self.config = config
         self.mode = config.mode_spec
         self.policy: AdmissionPolicy = self.mode.policy(config.groups_per_step, config.staleness)
-        self.ledger = GroupTable(config.group_size, config.min_survivors)
-        self.fleet = InstanceTable()
+        self.groups = GroupTable(config.group_size, config.min_survivors)
+        self.instances = InstanceTable()
         self.timers = Timers()
         self.now: Nanoseconds = 0
-        self.out: list[Command] = []
+        self.commands: list[Command] = []
+        """Commands emitted for the current event."""
         self.newest: Version | None = None
         """The newest published version."""
         self.fingerprints: dict[Version, Fingerprint] = {}
-        """Of the versions that are not retired."""
+        """Fingerprints of the weights, by version."""
         self.probes: dict[Version, str] = {}
         """Digests of the probes that versions were published with; empty where there is none."""
         self.prompts: deque[Prompt] = deque()
+        """Prompts that are not admitted yet."""
         self.prompts_ended = False
         self.pacing = Pacing(config.groups_per_step)
         self.collect_seconds = 0.0
         """How long the trainer usually waits for a step's groups, smoothed."""
-        self.moved_at: Nanoseconds = 0
-        """When something last moved, for the watchdog."""
+        self.progress_at: Nanoseconds = 0
+        """When an event last brought progress, for the watchdog."""
 
-    def say(self, command: Command) -> None:
-        self.out.append(command)
+    def emit(self, command: Command) -> None:
+        self.commands.append(command)
 
-    def wait(self, wait: Wait, seconds: float, *key: object) -> None:
+    def set_timer(self, wait: Wait, seconds: float, *key: object) -> None:
         """Give a wait its deadline."""
         self.timers.set(self.now + nanoseconds(seconds), wait, *key)
 
     def open_batch(self) -> None:
         """Let the mode begin another batch, if it admits whole batches and the next one may begin now."""
         if self.newest is not None:
-            self.policy.open_batch(self.newest, self.ledger)
+            self.policy.open_batch(self.newest, self.groups)
 
     def rollout_version(self) -> Version | None:
         """The version that new groups get."""
@@ -60,9 +62,9 @@ class Context:
         """How many groups the rules would admit now, whether or not there are prompts and room."""
         if self.newest is None:
             return 0
-        allowed = self.policy.allowance(self.ledger)
+        allowed = self.policy.allowance(self.groups)
         if self.config.steps is not None:
-            started = self.ledger.admitted - self.ledger.failed
+            started = self.groups.admitted - self.groups.failed
             allowed = min(allowed, self.config.steps * self.config.groups_per_step - started)
         return max(0, allowed)
 
@@ -74,7 +76,7 @@ class Context:
         group belongs to the step that has begun.
         """
         late = self.config.admission == "just_in_time" and self.mode.serves_several_versions
-        return late and self.policy.staleness > 0 and self.pacing.measured and not self.fleet.sharing
+        return late and self.policy.staleness > 0 and self.pacing.measured and not self.instances.sharing
 
     @property
     def streams(self) -> bool:
@@ -85,11 +87,11 @@ class Context:
         return self.config.stream and self.mode.streams and self.policy.staleness > 0
 
     def wanted(self) -> int:
-        """How many groups the trainer wants to be begun now, of those that the rules would admit."""
+        """How many of the groups that the rules would admit the trainer wants to be begun now."""
         allowed = self.allowance()
         if not allowed or not self.just_in_time:
             return allowed
-        return max(0, min(allowed, self.pacing.wanted(self.now) - self.ledger.live))
+        return max(0, min(allowed, self.pacing.wanted(self.now) - self.groups.live))
 
     def admissible(self) -> int:
         """How many groups would be admitted now if there were room."""
@@ -102,4 +104,36 @@ class Context:
             return True
         if self.config.steps is None:
             return False
-        return self.ledger.trained >= self.config.steps * self.config.groups_per_step
+        return self.groups.trained >= self.config.steps * self.config.groups_per_step
+
+    def check(self) -> None:
+        """Assert the invariants of the shared state."""
+        self.groups.check()
+        self.instances.check()
+        self.timers.check(self.now)
+        self.pacing.check(self.now)
+        # Whatever is admitted, the table's trajectories and the slots' requests are the same ones.
+        on_slots = moving = 0
+        for slot in self.instances.slots():
+            on_slots += len(slot.requests)
+            moving += len(slot.incoming)
+        running = 0
+        for group in self.groups.by_id.values():
+            for trajectory in group.trajectories:
+                running += trajectory.slot is not None
+                moving -= trajectory.target is not None
+        assert on_slots == running, f"{on_slots} requests are on slots, {running} trajectories have one"
+        assert not moving, "the reservations of slots and the moves of trajectories do not agree"
+        self._check_steps()
+
+    def _check_steps(self) -> None:
+        """Feasibility before step n: for every d >= n, at most (d - n + 1) * B untrained groups are due by step d."""
+        if self.newest is None:
+            assert not self.groups.admitted, "a group was admitted before a version was published"
+            return
+        due = 0
+        for deadline in sorted(self.groups.due):
+            due += self.groups.due[deadline]
+            fits = (deadline - self.newest + 1) * self.config.groups_per_step
+            assert due <= fits, f"{due} groups are due by step {deadline}, {fits} can be trained by then"
+        assert all(version <= self.newest for version in self.groups.untrained), "a group has a future version"

@@ -1,16 +1,17 @@
-"""What became of every prompt: the life of groups and trajectories, and the counts that the rules need.
+"""The state of every admitted prompt: groups and trajectories, and the counts that the rules need.
 
     trajectory  QUEUED <-> RUNNING <-> MOVING -> SCORING -> DONE
                 any of them ------------------------------> FAILED
-    group       OPEN -> READY -> TAKEN -> TRAINED
-                OPEN -> FAILED
+    group       OPEN -> READY -> TAKEN -> trained
+                OPEN -> failed
 
 Invariants:
-- a trajectory belongs to one group and a group to one version and one deadline, for ever;
-- a group is READY when all its trajectories have ended and enough survived, FAILED when too few did;
-- a group is TAKEN by one step only, and TRAINED when that step's weights are published;
-- `untrained[v]` counts the groups of version v that are OPEN, READY or TAKEN; `unfinished[v]` those that are OPEN;
-  `due[d]` counts the untrained ones by deadline.
+- a trajectory belongs to one group, and a group has one version and one deadline; neither ever changes;
+- a group is READY when all its trajectories have ended and enough of them survived; it fails when too few survived;
+- one step takes a READY group, which is then TAKEN; it is trained when that step's weights are published;
+- `untrained[v]` counts the groups of version v that are OPEN, READY or TAKEN, and `unfinished[v]` those that are OPEN;
+  `due[d]` counts the untrained groups by deadline;
+- the table holds the untrained groups only: a trained or failed group leaves it.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ if TYPE_CHECKING:
 
 
 class Stage(Enum):
-    """Where a trajectory is in its life."""
+    """Stage of a trajectory."""
 
     QUEUED = auto()
-    """Has no slot: its instance was lost."""
+    """Waits for a slot, since it lost the one that it had."""
     RUNNING = auto()
     MOVING = auto()
     SCORING = auto()
@@ -40,7 +41,7 @@ class Stage(Enum):
 
 
 class GroupStage(Enum):
-    """Where a group is in its life."""
+    """Stage of an untrained group."""
 
     OPEN = auto()
     READY = auto()
@@ -49,32 +50,32 @@ class GroupStage(Enum):
 
 @dataclass(slots=True, eq=False)
 class TrajectoryState:
-    """One trajectory in flight."""
+    """One trajectory of an untrained group."""
 
     id: TrajectoryId
     group: GroupState = field(repr=False)
     slot: SlotState | None = field(default=None, repr=False)
-    """Where it runs; the source while it moves."""
+    """The slot it runs on; the source while it moves."""
     target: SlotState | None = field(default=None, repr=False)
-    """Where it moves to."""
+    """The slot it moves to."""
     stage: Stage = Stage.RUNNING
     attempt: Attempt = 0
     tokens: int = 0
-    """Response tokens when last heard of."""
+    """Response tokens, as of the last report."""
     parked: bool = False
-    """Waits for its environment and does not decode."""
+    """It waits for its environment and does not decode."""
     parks: int = 0
-    """How often it was parked: names one wait."""
+    """How often it was parked, which identifies one wait."""
 
     @property
     def context(self) -> int:
-        """Tokens of KV that it holds."""
+        """Tokens of KV cache that it holds."""
         return self.group.prompt.tokens + self.tokens
 
 
 @dataclass(slots=True, eq=False)
 class GroupState:
-    """One admitted group."""
+    """One untrained group."""
 
     id: GroupId
     prompt: Prompt
@@ -84,10 +85,13 @@ class GroupState:
     trajectories: list[TrajectoryState] = field(default_factory=list, repr=False)
     stage: GroupStage = GroupStage.OPEN
     open: int = 0
-    """Trajectories that have not ended."""
+    """Number of trajectories that have not ended."""
     survivors: int = 0
+    """Number of trajectories that ended with a reward."""
     reasons: list[str] = field(default_factory=list)
+    """Why trajectories failed."""
     step: StepId | None = None
+    """The step that took it."""
     admitted_at: Nanoseconds = 0
 
 
@@ -97,37 +101,33 @@ class GroupTable:
     def __init__(self, group_size: int, min_survivors: int) -> None:
         self._group_size = group_size
         self._min_survivors = min_survivors
-        self.groups: dict[GroupId, GroupState] = {}
+        self.by_id: dict[GroupId, GroupState] = {}
         self.admitted = 0
         self.trained = 0
         self.failed = 0
         self.failed_trajectories: Counter[str] = Counter()
+        """Failed trajectories, by reason."""
         self.untrained: dict[Version, int] = {}
         self.unfinished: dict[Version, int] = {}
         self.due: dict[StepId, int] = {}
         self.first_due: dict[Version, StepId] = {}
-        """The earliest deadline that groups of an untrained version were admitted with."""
+        """The earliest deadline with which groups of a version were admitted, while the version has untrained ones."""
         self.running = 0
-        """Trajectories QUEUED, RUNNING or MOVING."""
+        """Number of trajectories that are QUEUED, RUNNING or MOVING."""
         self.scoring = 0
-        self.stock = 0
-        """Groups READY."""
+        """Number of trajectories that are SCORING."""
         self._ready: dict[StepId, list[GroupId]] = {}
-        """READY groups by deadline."""
+        """Heaps of the READY groups, by deadline."""
 
     @property
     def live(self) -> int:
-        """Groups admitted and neither trained nor failed."""
+        """Number of groups that are admitted and neither trained nor failed."""
         return self.admitted - self.trained - self.failed
-
-    @property
-    def open_groups(self) -> int:
-        return sum(self.unfinished.values())
 
     def admit(
         self, prompt: Prompt, version: Version, deadline: StepId, slot: SlotState, now: Nanoseconds
     ) -> GroupState:
-        """Admit a prompt under a version: from here on it will be trained or get a verdict."""
+        """Admit a prompt under a version. From here on it is either trained or a counted failure."""
         group = GroupState(
             id=self.admitted, prompt=prompt, version=version, deadline=deadline, open=self._group_size, admitted_at=now
         )
@@ -135,7 +135,7 @@ class GroupTable:
         group.trajectories = [
             TrajectoryState(id=first + sibling, group=group, slot=slot) for sibling in range(self._group_size)
         ]
-        self.groups[group.id] = group
+        self.by_id[group.id] = group
         self.admitted += 1
         self.running += self._group_size
         self.untrained[version] = self.untrained.get(version, 0) + 1
@@ -145,8 +145,8 @@ class GroupTable:
         return group
 
     def trajectory(self, trajectory: TrajectoryId) -> TrajectoryState | None:
-        """A trajectory of an untrained group; None if its group is settled or was never admitted."""
-        group = self.groups.get(trajectory // self._group_size)
+        """A trajectory of an untrained group; None if its group has left the table or was never admitted."""
+        group = self.by_id.get(trajectory // self._group_size)
         return None if group is None else group.trajectories[trajectory % self._group_size]
 
     def generated(self, trajectory: TrajectoryState, tokens: int) -> None:
@@ -158,15 +158,15 @@ class GroupTable:
         self.scoring += 1
 
     def scored(self, trajectory: TrajectoryState) -> GroupState | None:
-        """The reward is there; returns the group if that ended it."""
+        """The trajectory has its reward; returns the group if that ended it."""
         assert trajectory.stage is Stage.SCORING
         trajectory.stage = Stage.DONE
         trajectory.group.survivors += 1
         self.scoring -= 1
-        return self._ended(trajectory.group)
+        return self._trajectory_ended(trajectory.group)
 
     def fail(self, trajectory: TrajectoryState, reason: str) -> GroupState | None:
-        """A verdict: this trajectory won't finish; returns the group if that ended it."""
+        """The trajectory can't be finished; returns the group if that ended it."""
         assert trajectory.stage not in (Stage.DONE, Stage.FAILED)
         if trajectory.stage is Stage.SCORING:
             self.scoring -= 1
@@ -175,20 +175,19 @@ class GroupTable:
         trajectory.stage = Stage.FAILED
         trajectory.group.reasons.append(reason)
         self.failed_trajectories[reason] += 1
-        return self._ended(trajectory.group)
+        return self._trajectory_ended(trajectory.group)
 
-    def _ended(self, group: GroupState) -> GroupState | None:
+    def _trajectory_ended(self, group: GroupState) -> GroupState | None:
         group.open -= 1
         if group.open:
             return None
         self._decrement(self.unfinished, group.version)
         if group.survivors >= self._min_survivors:
             group.stage = GroupStage.READY
-            self.stock += 1
             heapq.heappush(self._ready.setdefault(group.deadline, []), group.id)
         else:
             self.failed += 1
-            self._forget(group)
+            self._remove(group)
         return group
 
     def ready_deadlines(self) -> list[StepId]:
@@ -201,32 +200,80 @@ class GroupTable:
         return min(due, default=min(self.untrained))
 
     def take(self, deadline: StepId, step: StepId) -> GroupState:
-        """The READY group with this deadline that was admitted first becomes part of the step."""
-        group = self.groups[heapq.heappop(self._ready[deadline])]
+        """A step takes the READY group with this deadline that was admitted first."""
+        group = self.by_id[heapq.heappop(self._ready[deadline])]
         if not self._ready[deadline]:
             del self._ready[deadline]
         assert group.stage is GroupStage.READY
         assert group.version <= step <= group.deadline, f"group {group.id} in step {step} breaks its bound"
         group.stage = GroupStage.TAKEN
-        self.stock -= 1
         group.step = step
         return group
 
-    def settle(self, group: GroupState) -> None:
-        """The step that took the group is published: it is trained."""
+    def mark_trained(self, group: GroupState) -> None:
+        """The weights of the step that took the group are published."""
         assert group.stage is GroupStage.TAKEN
         self.trained += 1
-        self._forget(group)
+        self._remove(group)
 
-    def _forget(self, group: GroupState) -> None:
+    def _remove(self, group: GroupState) -> None:
         self._decrement(self.untrained, group.version)
         self._decrement(self.due, group.deadline)
         if group.version not in self.untrained:
             del self.first_due[group.version]
-        del self.groups[group.id]
+        del self.by_id[group.id]
 
     @staticmethod
     def _decrement(counts: dict[int, int], key: int) -> None:
         counts[key] -= 1
         if not counts[key]:
             del counts[key]
+
+    def check(self) -> None:
+        """Assert that the counts agree with the groups and trajectories that they count."""
+        untrained: dict[Version, int] = {}
+        unfinished: dict[Version, int] = {}
+        due: dict[StepId, int] = {}
+        ready: dict[StepId, list[GroupId]] = {}
+        running = scoring = 0
+        for group in self.by_id.values():
+            untrained[group.version] = untrained.get(group.version, 0) + 1
+            due[group.deadline] = due.get(group.deadline, 0) + 1
+            if group.stage is GroupStage.OPEN:
+                unfinished[group.version] = unfinished.get(group.version, 0) + 1
+            elif group.stage is GroupStage.READY:
+                ready.setdefault(group.deadline, []).append(group.id)
+            open_, scoring_ = self._check_group(group)
+            running += open_ - scoring_
+            scoring += scoring_
+            assert group.version <= group.deadline, group
+            assert self.first_due[group.version] <= group.deadline, group
+        assert self.live == len(self.by_id), f"{self.live} groups are counted as live, {len(self.by_id)} are"
+        assert self.untrained == untrained, f"counts of untrained groups: {self.untrained}, not {untrained}"
+        assert self.unfinished == unfinished, f"counts of unfinished groups: {self.unfinished}, not {unfinished}"
+        assert self.due == due, f"counts of groups by deadline: {self.due}, not {due}"
+        assert self.first_due.keys() == untrained.keys(), self.first_due
+        assert self.running == running, f"{self.running} trajectories are counted as running, {running} are"
+        assert self.scoring == scoring, f"{self.scoring} trajectories are counted as scoring, {scoring} are"
+        assert {deadline: sorted(heap) for deadline, heap in self._ready.items()} == {
+            deadline: sorted(ids) for deadline, ids in ready.items()
+        }, f"heaps of ready groups: {self._ready}, not {ready}"
+
+    def _check_group(self, group: GroupState) -> tuple[int, int]:
+        """Returns the number of trajectories that have not ended, and how many of those are SCORING."""
+        open_ = scoring = survivors = 0
+        for trajectory in group.trajectories:
+            stage = trajectory.stage
+            on_slot = stage is Stage.RUNNING or stage is Stage.MOVING
+            assert (trajectory.slot is not None) == on_slot, f"{trajectory}: only running ones are on a slot"
+            assert (trajectory.target is not None) == (stage is Stage.MOVING), f"{trajectory}: only moving ones move"
+            if stage is Stage.DONE:
+                survivors += 1
+            elif stage is not Stage.FAILED:
+                open_ += 1
+                scoring += stage is Stage.SCORING
+        assert (group.open, group.survivors) == (open_, survivors), f"{group} has {open_} open, {survivors} survivors"
+        assert (group.stage is GroupStage.OPEN) == bool(open_), f"{group} has {open_} open trajectories"
+        assert open_ or survivors >= self._min_survivors, f"{group} has too few survivors and has not failed"
+        assert (group.step is not None) == (group.stage is GroupStage.TAKEN), group
+        return open_, scoring

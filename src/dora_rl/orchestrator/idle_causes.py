@@ -1,7 +1,7 @@
-"""Names the cause of every idle second, when it begins and whenever the cause changes.
+"""Reports the cause of every idle second, when it begins and whenever the cause changes.
 
-While an instance computes for one of its slots, its others are spare, whatever is told of them here: only the world
-knows when that is to the moment.
+While an instance computes for one of its slots, its other slots are spare, whatever cause is reported for them here:
+only the runtime knows to the moment when an instance computes.
 """
 
 from __future__ import annotations
@@ -15,44 +15,51 @@ from dora_rl.orchestrator.trainer_state import TrainerStage, TrainerState
 
 
 class IdleExplainer:
-    """Tells the world why slots and trainer idle."""
+    """Reports why slots and trainer idle."""
 
-    def __init__(self, context: Context, training: TrainerState) -> None:
+    def __init__(self, context: Context, trainer: TrainerState) -> None:
         self._context = context
-        self._training = training
+        self._trainer = trainer
         self._idle: dict[SlotId, SlotState] = {}
         self._closed: IdleCause | None = None
-        self._trainer: IdleCause | None = None
+        """Why admission is closed, as of the last event."""
+        self._trainer_cause: IdleCause | None = None
 
     def explain(self, touched: dict[SlotId, SlotState]) -> None:
-        """Look at the slots that changed, and at all idle ones if what they wait for changed."""
+        """Look at the slots that changed, and at all idle ones if the reason why admission is closed changed."""
         closed = self._admission_closed()
         if closed != self._closed:
             self._closed = closed
             touched = {**self._idle, **touched}
         for instance in {slot.instance.spec.instance: slot.instance for slot in touched.values()}.values():
-            for slot in instance.slots:  # what one waits for may be what another has
+            for slot in instance.slots:  # the cause of one slot may depend on the requests of another
                 self._explain_slot(slot)
-        if self._training.stage is TrainerStage.COLLECTING:
-            cause = self._training.waits_for()
-            if cause != self._trainer:
-                self._trainer = cause
-                self._context.say(TrainerIdles(cause=cause))
+        if self._trainer.stage is TrainerStage.COLLECTING:
+            cause = self._trainer.waits_for()
+            if cause != self._trainer_cause:
+                self._trainer_cause = cause
+                self._context.emit(TrainerIdles(cause=cause))
 
     def forget(self, slot: SlotState) -> None:
         self._idle.pop(slot.id, None)
 
     def _explain_slot(self, slot: SlotState) -> None:
-        idle = slot.loading is None and not slot.instance.paused and not slot.instance.lost
-        if not idle or any(not trajectory.parked for trajectory in slot.requests.values()):
+        if not self._idles(slot):
             self._idle.pop(slot.id, None)
-            slot.told = None
+            slot.idle_cause = None
             return
         self._idle[slot.id] = slot
         cause = self._cause(slot)
-        if cause != slot.told:
-            slot.told = cause
-            self._context.say(SlotIdles(slot=slot.id, cause=cause))
+        if cause != slot.idle_cause:
+            slot.idle_cause = cause
+            self._context.emit(SlotIdles(slot=slot.id, cause=cause))
+
+    @staticmethod
+    def _idles(slot: SlotState) -> bool:
+        """The slot could serve and no request decodes on it."""
+        if slot.loading is not None or slot.instance.paused or slot.instance.lost:
+            return False
+        return all(trajectory.parked for trajectory in slot.requests.values())
 
     def _cause(self, slot: SlotState) -> IdleCause:
         if not slot.requests and (slot.leaving or slot.incoming):
@@ -68,14 +75,23 @@ class IdleExplainer:
         context = self._context
         if context.newest is None:
             return IdleCause(reason=IdleReason.STARTING)
-        if context.drained and not context.ledger.live:
+        if context.drained and not context.groups.live:
             return IdleCause(reason=IdleReason.FINISHED)
         if context.allowance():
             if not context.prompts:
                 return IdleCause(reason=IdleReason.NO_PROMPTS)
             return None if context.wanted() else IdleCause(reason=IdleReason.AHEAD)
-        if self._training.stage in (TrainerStage.TRAINING, TrainerStage.ABSENT):
+        if self._trainer.stage in (TrainerStage.TRAINING, TrainerStage.ABSENT):
             return IdleCause(reason=IdleReason.TRAINER, version=context.newest)
-        if self._training.stage is TrainerStage.PUBLISHING:
+        if self._trainer.stage is TrainerStage.PUBLISHING:
             return IdleCause(reason=IdleReason.PUBLISH, version=context.newest + 1)
-        return IdleCause(reason=IdleReason.STRAGGLERS, version=min(context.ledger.unfinished, default=context.newest))
+        return IdleCause(reason=IdleReason.STRAGGLERS, version=min(context.groups.unfinished, default=context.newest))
+
+    def check(self) -> None:
+        """Assert that exactly the slots that idle are listed as idle, and that each of them has a cause."""
+        idle = set()
+        for slot in self._context.instances.slots():
+            if self._idles(slot):
+                idle.add(slot.id)
+            assert (slot.idle_cause is None) == (slot.id not in idle), f"slot {slot.id} idles for {slot.idle_cause}"
+        assert self._idle.keys() == idle, f"slots listed as idle: {self._idle.keys()}, not {idle}"

@@ -1,8 +1,9 @@
-"""Which requests move where. Pure: it reads the fleet and returns plain moves.
+"""Which requests move where. The functions are pure: they read slots and return plain moves.
 
-Moves happen for two reasons: to empty a slot of a draining version into the other slots of that version (so that
-the slot can serve the newest), and to spread a version's requests onto a slot that was just given to it. In both,
-requests stay where they are unless moving them serves the purpose.
+Requests move for one of these reasons: to empty a slot of a draining version into the other slots of that version, so
+that the slot can serve another version; to spread a version's requests onto a slot that was just given to it; to take
+load off a full KV cache; to leave an instance that pauses. Requests that need not move for that purpose stay where they
+are.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from dataclasses import dataclass
 
 from dora_rl.orchestrator.group_table import Stage, TrajectoryState
 from dora_rl.orchestrator.instances import SlotState
+
+MAX_RECEIVERS = 16
+"""How many slots may share the requests of an emptied one: enough to balance, few enough to plan fast."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,17 +41,17 @@ def movable(slot: SlotState) -> bool:
 def evacuate(source: SlotState, targets: Iterable[SlotState], share: float) -> list[PlannedMove] | None:
     """Moves that empty `source` into `targets`, filling their KV to at most `share`; None if they do not fit.
 
-    The largest requests choose first, each the emptiest target, so that the receivers stay balanced.
+    The largest requests are placed first, each on the emptiest target, so that the receivers stay balanced.
     """
-    wanted = sorted(source.requests.values(), key=lambda item: -item.context)
+    wanted = sorted(source.requests.values(), key=lambda trajectory: -trajectory.context)
     moves = _distribute(source, wanted, targets, share)
     return moves if sum(len(move.trajectories) for move in moves) == len(wanted) else None
 
 
 def lighten(source: SlotState, targets: Iterable[SlotState], tokens: int, share: float) -> list[PlannedMove]:
-    """Moves that take about so many tokens of KV off `source`, in as few requests as possible."""
+    """Moves that take about this many tokens of KV off `source`, in as few requests as possible."""
     wanted: list[TrajectoryState] = []
-    for trajectory in sorted(source.requests.values(), key=lambda item: -item.context):
+    for trajectory in sorted(source.requests.values(), key=lambda trajectory: -trajectory.context):
         if tokens <= 0:
             break
         if trajectory.stage is Stage.RUNNING:
@@ -61,7 +65,7 @@ def _distribute(
 ) -> list[PlannedMove]:
     """Place the wanted requests one by one, each on the emptiest target, until one does not fit."""
     heap: list[tuple[float, int, SlotState]] = []
-    planned: dict[int, tuple[int, int]] = {}  # what each target has been given so far: requests, tokens
+    planned: dict[int, tuple[int, int]] = {}  # requests and tokens that each target has been given so far
     candidates = [slot for slot in targets if slot.instance is not source.instance and slot.open]
     for number, slot in enumerate(candidates):
         heap.append((slot.instance.load, number, slot))
@@ -107,7 +111,7 @@ def spread(target: SlotState, donors: deque[SlotState], even: int, share: float)
         wanted = min(len(donor.requests) - even, even - requests)
         usable = donor.serving == target.version and not donor.instance.lost and donor.instance is not target.instance
         if usable and wanted > 0:
-            for trajectory in sorted(donor.requests.values(), key=lambda item: (-item.tokens, item.id)):
+            for trajectory in sorted(donor.requests.values(), key=lambda it: (-it.tokens, it.id)):
                 counted = 0 if trajectory.parked else 1
                 fits = target.instance.has_room(requests + counted, tokens + trajectory.context, share)
                 if trajectory.stage is not Stage.RUNNING or not fits:

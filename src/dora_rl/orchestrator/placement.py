@@ -1,10 +1,12 @@
-"""How many slots each version should have. Pure: facts in, counts out; which slots, and what moves, is decided in
-`migration`.
+"""How many slots each version should have. A rule is a pure function from facts to counts; `rebalance` decides which
+slots those are, and `migration` which requests move.
 
 - `deadline` (ours): an old version keeps the fewest slots that hold its requests and let its longest one meet the
-  version's deadline; all others serve the newest. While admission is closed, spare slots speed up the version that
-  blocks.
+  version's deadline; all other slots serve the newest version. While admission is closed, spare slots speed up the
+  version that blocks.
 - `proportional` (the paper's rule): slots in proportion to requests, at least one for a version that has any.
+
+To add a placement rule, write its function and add a row to `PLACEMENT_RULES`. No other module knows the rules by name.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from dora_rl.core.types import DecodeCost, Version
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionFacts:
-    """What matters of one version that has requests."""
+    """Facts about one version that has requests."""
 
     version: Version
     requests: int
@@ -32,31 +34,32 @@ class VersionFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementFacts:
-    """What matters of the whole."""
+    """Facts about all versions and slots."""
 
     newest: Version
     old: tuple[VersionFacts, ...]
     """Versions before the newest that have requests, oldest first."""
     newest_requests: int
-    """Requests of the newest version: running, and those that admission would let in now."""
+    """Requests of the newest version: those that run, and those that admission would begin now."""
     admissible: int
-    """Requests that admission would let in now."""
+    """Requests that admission would begin now."""
     slots: int
-    """Slots in all."""
+    """Number of slots on instances that are not paused."""
     max_requests: int
-    """Room of a typical instance."""
+    """Requests that a typical instance takes."""
     kv_tokens: int
+    """Tokens of KV cache that may be filled on a typical instance."""
     decode: DecodeCost
     overhead_seconds: float
-    """What it takes to give a slot another version and move requests there, as seen so far."""
+    """How long it takes to load another version into a slot, as measured so far."""
 
 
 _NEAR_BEST = 1.03
 """Slots beyond this close to the best drain time are better used for new groups."""
 
 _MARGIN = 0.7
-"""Share of the time left that a drain may be predicted to take: lengths are guessed, ranks unevenly loaded. A slot more
-than needed costs little; a deadline missed stalls the trainer."""
+"""Share of the time left that a drain may be predicted to take, since lengths are guessed and ranks unevenly loaded. A
+slot too many costs little; a missed deadline stalls the trainer."""
 
 Targets = dict[Version, int]
 
@@ -67,12 +70,12 @@ def fewest(facts: PlacementFacts, old: VersionFacts) -> int:
 
 
 def drain_seconds(facts: PlacementFacts, old: VersionFacts, slots: int) -> float:
-    """How long the longest request of a version takes, its requests being spread over so many slots."""
+    """How long the longest request of a version takes if its requests are spread over this many slots."""
     return old.longest * facts.decode.seconds(old.requests / slots, old.kv_tokens / slots)
 
 
 def deadline(facts: PlacementFacts) -> Targets:
-    """Fewest slots that hold a version and meet its deadline; spare ones to whom they help most."""
+    """The fewest slots that hold a version and meet its deadline; spare ones go where they help most."""
     targets: Targets = {}
     # One slot stays with the newest version if anything could be admitted there.
     room = facts.slots - (1 if facts.newest_requests else 0)
@@ -153,4 +156,3 @@ PLACEMENT_RULES: dict[str, PlacementRule] = {
     "deadline": PlacementRule(targets=deadline, consolidates=True),
     "proportional": PlacementRule(targets=proportional, consolidates=False),
 }
-"""To add a placement rule, write its function and add a row here: nothing else knows the rules by name."""

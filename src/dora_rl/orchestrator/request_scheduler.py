@@ -1,9 +1,12 @@
-"""The rollout side: the life of requests on slots. Which slot serves which version is decided in `partition`, which
-groups begin where in `admission`.
+"""The requests on slots: starting, resuming, moving and ending them.
+
+`slot_assignment` decides which slot serves which version, `admission` which groups begin where, and `rebalance` which
+requests move.
 
 Invariants:
-- a request runs only on a slot that serves its version (in mode `partial`: that serves any version);
-- a request that loses its slot gets a new attempt and waits in `waiting` of its version, oldest version first.
+- a request runs only on a slot that serves its version (in a mode that mixes versions: that serves any version);
+- a request that loses its slot gets a new attempt and waits in `waiting` of its version; older versions go first;
+- `requests[v]` counts the requests of version v that are on slots.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from collections.abc import Iterable
 
 from dora_rl.core.commands import Abort, FailTrajectory, GroupFailed, Move, Resume, Score, StartGroup
 from dora_rl.core.errors import IntegrityError
-from dora_rl.core.events import Generated, Moved, MoveFailed, Progress
+from dora_rl.core.events import Generated, Moved, MoveFailed, Parked, Progress, Scored, TrajectoryFailed, Unparked
 from dora_rl.core.types import SECOND, Attempt, InstanceId, Nanoseconds, SlotId, TrajectoryId, Version
 from dora_rl.orchestrator.context import Context
 from dora_rl.orchestrator.group_table import GroupState, Stage, TrajectoryState
@@ -21,107 +24,121 @@ from dora_rl.orchestrator.instances import InstanceState, SlotState
 from dora_rl.orchestrator.length_predictor import LengthPredictor
 from dora_rl.orchestrator.migration import PlannedMove
 from dora_rl.orchestrator.timers import Wait
-from dora_rl.orchestrator.trainer_state import TrainerState
 
 
 class RequestScheduler:
     """Starts, resumes, moves and ends requests."""
 
-    def __init__(self, context: Context, training: TrainerState) -> None:
+    def __init__(self, context: Context) -> None:
         self._context = context
-        self._training = training
         self.lengths = LengthPredictor(context.config.max_response_tokens)
         self.waiting: dict[Version, deque[TrajectoryState]] = {}
+        """Requests without a slot, by version."""
         self.touched: dict[SlotId, SlotState] = {}
-        """Slots whose load has changed since they were last looked at."""
+        """Slots whose load has changed since upkeep last looked at them."""
         self.group_ended = False
-        """Some group has ended since the last upkeep."""
+        """A group has ended since the last upkeep."""
         self.requests: dict[Version, int] = {}
-        """Requests on slots, by version."""
+        """Number of requests on slots, by version."""
         self.move_seconds_per_token = 0.0
-        """Smoothed, as seen."""
+        """How long moves take per token, as measured, smoothed."""
         self._moves: dict[tuple[TrajectoryId, ...], tuple[Nanoseconds, int]] = {}
         """When each move began, and its tokens."""
 
-    # -- reports ----------------------------------------------------------------------------------------------
+    # -- events -----------------------------------------------------------------------------------------------
 
     def progress(self, event: Progress) -> bool:
-        """Take notice of load and progress; True if some request moved on.
+        """Record load and progress; True if some request made progress.
 
-        That the instance lives is not enough: it may hang, or never have been told of its requests.
+        A sign of life from the instance is not enough: it may hang, or may never have received its requests.
         """
-        instance = self._context.fleet.instances.get(event.instance)
+        instance = self._context.instances.by_id.get(event.instance)
         if instance is None:
             return False
         instance.kv_tokens = event.kv_tokens
         advanced = False
         for trajectory_id, tokens in event.tokens.items():
-            trajectory = self._context.ledger.trajectory(trajectory_id)
+            trajectory = self._context.groups.trajectory(trajectory_id)
             if trajectory is not None and tokens > trajectory.tokens and trajectory.stage is not Stage.DONE:
                 trajectory.tokens = tokens
                 advanced = True
         if advanced or instance.paused or not instance.active:
-            instance.heard = self._context.now
+            instance.progress_at = self._context.now
         return advanced
 
     def generated(self, event: Generated) -> bool:
         """A trajectory is complete; False if the report is late or a duplicate."""
-        instance = self._heard(event.instance, event.kv_tokens)
-        trajectory = self._running(event.trajectory, event.attempt)
+        instance = self._record_progress(event.instance, event.kv_tokens)
+        trajectory = self._on_slot(event.trajectory, event.attempt)
         if instance is None or trajectory is None:
             return False
-        self._prove(trajectory, event)
-        self._remove(trajectory)
-        self._context.ledger.generated(trajectory, event.tokens)
+        self._check_version(trajectory, event)
+        self._take_off(trajectory)
+        self._context.groups.generated(trajectory, event.tokens)
         self.lengths.observe(event.tokens)
-        self._context.say(Score(trajectory=trajectory.id))
-        self._context.wait(Wait.SCORE, self._context.config.deadlines.score, trajectory.id)
+        self._context.emit(Score(trajectory=trajectory.id))
+        self._context.set_timer(Wait.SCORE, self._context.config.deadlines.score, trajectory.id)
         return True
 
-    def scored(self, trajectory_id: TrajectoryId) -> bool:
-        trajectory = self._context.ledger.trajectory(trajectory_id)
+    def scored(self, event: Scored) -> bool:
+        """A trajectory has its reward; False if the report is late or a duplicate."""
+        trajectory = self._context.groups.trajectory(event.trajectory)
         if trajectory is None or trajectory.stage is not Stage.SCORING:
             return False
-        self._announce(self._context.ledger.scored(trajectory))
+        self._handle_ended(self._context.groups.scored(trajectory))
         return True
 
-    def failed(self, trajectory_id: TrajectoryId, reason: str) -> bool:
-        """A verdict that a trajectory can't be finished; its siblings go on."""
-        trajectory = self._context.ledger.trajectory(trajectory_id)
+    def trajectory_failed(self, event: TrajectoryFailed) -> bool:
+        """A trajectory can't be finished; False if the report is late or a duplicate."""
+        return self._fail(event.trajectory, event.reason)
+
+    def _fail(self, trajectory_id: TrajectoryId, reason: str) -> bool:
+        """Let a trajectory fail, if it has not ended; its siblings continue."""
+        trajectory = self._context.groups.trajectory(trajectory_id)
         if trajectory is None or trajectory.stage in (Stage.DONE, Stage.FAILED):
             return False
         if trajectory.stage is Stage.QUEUED:
             self._dequeue(trajectory)
         self._abort(trajectory)
-        self._remove(trajectory)
-        self._context.say(FailTrajectory(trajectory=trajectory_id, reason=reason))
-        self._announce(self._context.ledger.fail(trajectory, reason))
+        self._take_off(trajectory)
+        self._context.emit(FailTrajectory(trajectory=trajectory_id, reason=reason))
+        self._handle_ended(self._context.groups.fail(trajectory, reason))
         return True
 
-    def parked(self, trajectory_id: TrajectoryId, attempt: Attempt, kv_tokens: int | None, *, parked: bool) -> bool:
-        """A trajectory began, or ended, waiting for its environment."""
-        trajectory = self._running(trajectory_id, attempt)
-        if trajectory is None or trajectory.slot is None:
+    def parked(self, event: Parked) -> bool:
+        """A trajectory waits for its environment; False if the report is late."""
+        trajectory = self._set_parked(event, parked=True)
+        if trajectory is None:
             return False
-        self._context.fleet.park(trajectory, parked=parked)
-        self._heard(trajectory.slot.id.instance, kv_tokens)
+        trajectory.parks += 1
+        seconds = self._context.config.deadlines.tool
+        self._context.set_timer(Wait.TOOL, seconds, trajectory.id, trajectory.attempt, trajectory.parks)
+        return True
+
+    def unparked(self, event: Unparked) -> bool:
+        """The environment has answered, and the trajectory decodes again; False if the report is late."""
+        return self._set_parked(event, parked=False) is not None
+
+    def _set_parked(self, event: Parked | Unparked, *, parked: bool) -> TrajectoryState | None:
+        trajectory = self._on_slot(event.trajectory, event.attempt)
+        if trajectory is None or trajectory.slot is None:
+            return None
+        self._context.instances.park(trajectory, parked=parked)
+        self._record_progress(trajectory.slot.id.instance, event.kv_tokens)
         self.touch(trajectory.slot)
         if trajectory.target is not None:
             self.touch(trajectory.target)
-        if parked:
-            trajectory.parks += 1
-            self._context.wait(Wait.TOOL, self._context.config.deadlines.tool, trajectory_id, attempt, trajectory.parks)
-        return True
+        return trajectory
 
-    def overdue_score(self, trajectory_id: TrajectoryId) -> None:
-        trajectory = self._context.ledger.trajectory(trajectory_id)
+    def score_overdue(self, trajectory_id: TrajectoryId) -> None:
+        trajectory = self._context.groups.trajectory(trajectory_id)
         if trajectory is not None and trajectory.stage is Stage.SCORING:
-            self.failed(trajectory_id, "reward took longer than deadlines.score")
+            self._fail(trajectory_id, "reward took longer than deadlines.score")
 
-    def overdue_tool(self, trajectory_id: TrajectoryId, attempt: Attempt, parks: int) -> None:
-        trajectory = self._running(trajectory_id, attempt)
+    def tool_overdue(self, trajectory_id: TrajectoryId, attempt: Attempt, parks: int) -> None:
+        trajectory = self._on_slot(trajectory_id, attempt)
         if trajectory is not None and trajectory.parked and trajectory.parks == parks:
-            self.failed(trajectory_id, "environment took longer than deadlines.tool")
+            self._fail(trajectory_id, "environment took longer than deadlines.tool")
 
     # -- moves ------------------------------------------------------------------------------------------------
 
@@ -134,10 +151,10 @@ class RequestScheduler:
             assert version == move.target.version
             for trajectory in move.trajectories:
                 trajectory.stage = Stage.MOVING
-                context.fleet.begin_move(trajectory, move.target)
+                context.instances.begin_move(trajectory, move.target)
             trajectories = tuple(trajectory.id for trajectory in move.trajectories)
             attempts = tuple(trajectory.attempt for trajectory in move.trajectories)
-            context.say(
+            context.emit(
                 Move(
                     trajectories=trajectories,
                     attempts=attempts,
@@ -146,58 +163,59 @@ class RequestScheduler:
                     target=move.target.id,
                 )
             )
-            context.wait(Wait.MOVE, context.config.deadlines.move, trajectories, attempts, move.target)
+            context.set_timer(Wait.MOVE, context.config.deadlines.move, trajectories, attempts, move.target)
             tokens = sum(trajectory.context for trajectory in move.trajectories)
             self._moves[trajectories] = (context.now, tokens)
 
     def moved(self, event: Moved) -> bool:
-        """Requests have arrived; ones that meanwhile ended or run elsewhere are forgotten at the target."""
+        """Requests have arrived; those that ended or run elsewhere by now are aborted at the target."""
         accepted = False
-        self._learn_move_cost(event.trajectories)
+        self._record_move_time(event.trajectories)
         for trajectory_id, attempt in zip(event.trajectories, event.attempts, strict=True):
-            trajectory = self._moving(trajectory_id, attempt, event.target)
+            trajectory = self._moving_to(trajectory_id, attempt, event.target)
             if trajectory is not None:
                 assert trajectory.slot is not None
                 self.touch(trajectory.slot)
-                self._context.fleet.end_move(trajectory, arrived=True)
+                self._context.instances.end_move(trajectory, arrived=True)
                 trajectory.stage = Stage.RUNNING
                 self.touch(trajectory.slot)
                 accepted = True
             elif not self._is_at(trajectory_id, attempt, event.target):
-                self._context.say(Abort(trajectory=trajectory_id, attempt=attempt, instance=event.target.instance))
+                self._context.emit(Abort(trajectory=trajectory_id, attempt=attempt, instance=event.target.instance))
         return accepted
 
     def move_failed(self, event: MoveFailed) -> bool:
+        """A move failed; requests that the source kept continue there, the others from their tokens."""
         accepted = False
         for trajectory_id, attempt in zip(event.trajectories, event.attempts, strict=True):
-            trajectory = self._moving(trajectory_id, attempt, event.target)
+            trajectory = self._moving_to(trajectory_id, attempt, event.target)
             if trajectory is None:
                 continue
             accepted = True
             if event.kept:
                 assert trajectory.target is not None
                 self.touch(trajectory.target)
-                self._context.fleet.end_move(trajectory, arrived=False)
+                self._context.instances.end_move(trajectory, arrived=False)
                 trajectory.stage = Stage.RUNNING
             else:
                 self.requeue(trajectory)
         return accepted
 
-    def overdue_move(
+    def move_overdue(
         self, trajectories: tuple[TrajectoryId, ...], attempts: tuple[Attempt, ...], target: SlotState
     ) -> None:
-        """Nobody knows where these requests are: they go on from their tokens."""
+        """It is unknown where these requests are: they continue from their tokens."""
         self._moves.pop(trajectories, None)
         for trajectory_id, attempt in zip(trajectories, attempts, strict=True):
-            trajectory = self._moving(trajectory_id, attempt, target.id)
+            trajectory = self._moving_to(trajectory_id, attempt, target.id)
             if trajectory is not None:
                 self._abort(trajectory)
                 self.requeue(trajectory)
 
-    # -- losing and finding a place ---------------------------------------------------------------------------
+    # -- losing and finding a slot ----------------------------------------------------------------------------
 
-    def evict(self, instance: InstanceState) -> None:
-        """The instance is gone; what ran there, or was on its way there or from there, waits for another place."""
+    def instance_lost(self, instance: InstanceState) -> None:
+        """Requests that ran on the instance, or were on their way to it or from it, wait for another slot."""
         for slot in instance.slots:
             for trajectory in [*slot.requests.values(), *slot.incoming.values()]:
                 self._abort(trajectory)
@@ -205,8 +223,8 @@ class RequestScheduler:
             self.touched.pop(slot.id, None)
 
     def requeue(self, trajectory: TrajectoryState) -> None:
-        """The trajectory has no place any more; it goes on elsewhere, as a new attempt."""
-        self._remove(trajectory)
+        """The trajectory has lost its slot; it continues on another one, as a new attempt."""
+        self._take_off(trajectory)
         trajectory.attempt += 1
         trajectory.stage = Stage.QUEUED
         trajectory.parked = False
@@ -218,7 +236,7 @@ class RequestScheduler:
             queue = self.waiting[version]
             while queue:
                 trajectory = queue[0]
-                slot = self._place_for(trajectory)
+                slot = self._slot_for(trajectory)
                 if slot is None:
                     break
                 queue.popleft()
@@ -237,13 +255,13 @@ class RequestScheduler:
         """Admit the next prompt under a version and begin its group on a slot."""
         context = self._context
         prompt = context.prompts.popleft()
-        group = context.ledger.admit(prompt, version, version + context.policy.staleness, slot, context.now)
+        group = context.groups.admit(prompt, version, version + context.policy.staleness, slot, context.now)
         for trajectory in group.trajectories:
-            context.fleet.place(trajectory, slot)
+            context.instances.place(trajectory, slot)
         slot.instance.kv_tokens += prompt.tokens + context.config.group_size
         self.requests[version] = self.requests.get(version, 0) + context.config.group_size
         self.touch(slot)
-        context.say(StartGroup(group=group.id, prompt=prompt, version=version, slot=slot.id))
+        context.emit(StartGroup(group=group.id, prompt=prompt, version=version, slot=slot.id))
 
     def touch(self, slot: SlotState) -> None:
         """The slot's load has changed."""
@@ -251,10 +269,11 @@ class RequestScheduler:
 
     # -- inside -----------------------------------------------------------------------------------------------
 
-    def _place_for(self, trajectory: TrajectoryState) -> SlotState | None:
+    def _slot_for(self, trajectory: TrajectoryState) -> SlotState | None:
+        """The emptiest slot of the trajectory's version that has room for it."""
         share = 1.0 - self._context.config.kv_headroom
         best: SlotState | None = None
-        for slot in self._context.fleet.of(self.serving(trajectory.group.version)).values():
+        for slot in self._context.instances.slots_of(self.serving(trajectory.group.version)).values():
             if not slot.open or slot.serving is None:
                 continue
             fits = slot.instance.has_room(1, trajectory.context, share)
@@ -268,12 +287,12 @@ class RequestScheduler:
         context = self._context
         assert slot.version is not None
         trajectory.stage = Stage.RUNNING
-        context.fleet.place(trajectory, slot)
+        context.instances.place(trajectory, slot)
         slot.instance.kv_tokens += trajectory.context
         version = trajectory.group.version
         self.requests[version] = self.requests.get(version, 0) + 1
         self.touch(slot)
-        context.say(
+        context.emit(
             Resume(
                 trajectory=trajectory.id,
                 attempt=trajectory.attempt,
@@ -283,12 +302,12 @@ class RequestScheduler:
             )
         )
 
-    def _remove(self, trajectory: TrajectoryState) -> None:
+    def _take_off(self, trajectory: TrajectoryState) -> None:
         """Take the trajectory off its slot, if it has one, and off the slot it moves to."""
         slots = [slot for slot in (trajectory.slot, trajectory.target) if slot is not None]
         if not slots:
             return
-        self._context.fleet.remove(trajectory)
+        self._context.instances.take_off(trajectory)
         version = trajectory.group.version
         self.requests[version] -= 1
         if not self.requests[version]:
@@ -297,7 +316,7 @@ class RequestScheduler:
             if not slot.instance.lost:
                 self.touch(slot)
 
-    def _learn_move_cost(self, trajectories: tuple[TrajectoryId, ...]) -> None:
+    def _record_move_time(self, trajectories: tuple[TrajectoryId, ...]) -> None:
         began, tokens = self._moves.pop(trajectories, (self._context.now, 0))
         if tokens:
             seconds = (self._context.now - began) / SECOND / tokens
@@ -310,48 +329,51 @@ class RequestScheduler:
             del self.waiting[trajectory.group.version]
 
     def _abort(self, trajectory: TrajectoryState) -> None:
-        """Tell whoever may hold the trajectory to forget it."""
+        """Abort the trajectory on each instance that may hold it."""
         for slot in (trajectory.slot, trajectory.target):
             if slot is not None and not slot.instance.lost:
-                self._context.say(
+                self._context.emit(
                     Abort(trajectory=trajectory.id, attempt=trajectory.attempt, instance=slot.id.instance)
                 )
 
-    def _announce(self, ended: GroupState | None) -> None:
-        if ended is None:
+    def _handle_ended(self, group: GroupState | None) -> None:
+        """A group has ended, if there is one: it is ready to be trained, or it has failed."""
+        if group is None:
             return
         self.group_ended = True
-        if ended.id in self._context.ledger.groups:
-            self._training.finished(ended)
+        if group.id in self._context.groups.by_id:
+            self._context.pacing.record_latency(self._context.now - group.admitted_at)
         else:
-            self._context.say(GroupFailed(group=ended.id, reasons=tuple(ended.reasons)))
+            self._context.emit(GroupFailed(group=group.id, reasons=tuple(group.reasons)))
 
-    def _heard(self, instance_id: InstanceId, kv_tokens: int | None) -> InstanceState | None:
-        instance = self._context.fleet.instances.get(instance_id)
+    def _record_progress(self, instance_id: InstanceId, kv_tokens: int | None) -> InstanceState | None:
+        """A request of the instance made progress; `kv_tokens` is its KV load, if known."""
+        instance = self._context.instances.by_id.get(instance_id)
         if instance is not None:
-            instance.heard = self._context.now
+            instance.progress_at = self._context.now
             instance.kv_tokens = instance.kv_tokens if kv_tokens is None else kv_tokens
         return instance
 
-    def _running(self, trajectory_id: TrajectoryId, attempt: Attempt) -> TrajectoryState | None:
+    def _on_slot(self, trajectory_id: TrajectoryId, attempt: Attempt) -> TrajectoryState | None:
         """The trajectory, if it is on a slot in this attempt."""
-        trajectory = self._context.ledger.trajectory(trajectory_id)
+        trajectory = self._context.groups.trajectory(trajectory_id)
         if trajectory is None or trajectory.attempt != attempt:
             return None
         return trajectory if trajectory.stage in (Stage.RUNNING, Stage.MOVING) else None
 
-    def _moving(self, trajectory_id: TrajectoryId, attempt: Attempt, target: SlotId) -> TrajectoryState | None:
-        trajectory = self._running(trajectory_id, attempt)
+    def _moving_to(self, trajectory_id: TrajectoryId, attempt: Attempt, target: SlotId) -> TrajectoryState | None:
+        """The trajectory, if it moves to this slot in this attempt."""
+        trajectory = self._on_slot(trajectory_id, attempt)
         if trajectory is None or trajectory.target is None or trajectory.target.id != target:
             return None
         return trajectory
 
     def _is_at(self, trajectory_id: TrajectoryId, attempt: Attempt, slot: SlotId) -> bool:
-        trajectory = self._running(trajectory_id, attempt)
+        trajectory = self._on_slot(trajectory_id, attempt)
         return trajectory is not None and trajectory.slot is not None and trajectory.slot.id == slot
 
-    def _prove(self, trajectory: TrajectoryState, event: Generated) -> None:
-        """C1: the engine must have served what the trajectory was tagged with."""
+    def _check_version(self, trajectory: TrajectoryState, event: Generated) -> None:
+        """C1: the engine must have served the version that the trajectory was tagged with."""
         served = event.version
         expected = self._context.fingerprints.get(served)
         single = self._context.mode.mixes_versions or served == trajectory.group.version
@@ -360,3 +382,28 @@ class RequestScheduler:
                 f"trajectory {trajectory.id} of version {trajectory.group.version} was served by {event.instance} "
                 f"from version {served} with fingerprint {event.fingerprint}, expected {expected}"
             )
+
+    def check(self) -> None:
+        """Assert that requests run on slots of their version, and that the counts and queues agree with them."""
+        mixes = self._context.mode.mixes_versions
+        requests: dict[Version, int] = {}
+        for slot in self._context.instances.slots():
+            for trajectory in slot.requests.values():
+                version = trajectory.group.version
+                requests[version] = requests.get(version, 0) + 1
+                assert mixes or slot.version == version, f"{trajectory} of version {version} is on {slot}"
+            for trajectory in slot.incoming.values():
+                assert slot.serving == trajectory.group.version, f"{trajectory} moves to {slot} of another version"
+        assert self.requests == requests, f"counts of requests on slots: {self.requests}, not {requests}"
+        queued = 0
+        for version, queue in self.waiting.items():
+            assert queue, f"version {version} has an empty queue"
+            queued += len(queue)
+            for trajectory in queue:
+                assert trajectory.stage is Stage.QUEUED, f"{trajectory} waits for a slot"
+                assert trajectory.group.version == version, f"{trajectory} waits for version {version}"
+        running = self._context.groups.running
+        assert sum(requests.values()) + queued == running, f"{queued} requests queue, {requests} run, not {running}"
+        assert not self.touched, f"upkeep has not looked at slots {self.touched.keys()}"
+        assert not self.group_ended, "a group has ended without upkeep"
+        self.lengths.check()

@@ -1,9 +1,12 @@
-"""The orchestrator's state as plain data, for dashboards and tests."""
+"""The orchestrator's public state, for dashboards and tests."""
 
 from __future__ import annotations
 
 from dora_rl.core.activities import IdleCause
 from dora_rl.core.types import Record, SlotId, Version
+from dora_rl.orchestrator.context import Context
+from dora_rl.orchestrator.request_scheduler import RequestScheduler
+from dora_rl.orchestrator.trainer_state import TrainerState
 
 
 class SlotView(Record, frozen=True, kw_only=True):
@@ -19,11 +22,11 @@ class SlotView(Record, frozen=True, kw_only=True):
     active: int
     """Requests that decode on the whole instance, or are on their way to it."""
     idle: IdleCause | None
-    """The cause that was told last, while it idles."""
+    """The cause that was reported last, while the slot idles."""
 
 
 class Snapshot(Record, frozen=True, kw_only=True):
-    """The whole."""
+    """The state of the orchestrator between two events."""
 
     newest: Version | None
     rollout_version: Version | None
@@ -32,7 +35,36 @@ class Snapshot(Record, frozen=True, kw_only=True):
     admissible: int
     """Groups that would be admitted now if there were room."""
     untrained: dict[Version, int]
+    """Untrained groups, by version."""
     waiting: dict[Version, int]
     """Requests without a slot, by version."""
     trainer: str
+    """Stage of the trainer."""
     slots: tuple[SlotView, ...]
+
+
+def take_snapshot(context: Context, scheduler: RequestScheduler, trainer: TrainerState) -> Snapshot:
+    """The state of an orchestrator's parts. It changes nothing."""
+    return Snapshot(
+        newest=context.newest,
+        rollout_version=context.rollout_version(),
+        max_staleness=context.policy.staleness,
+        admissible=context.admissible(),
+        untrained=dict(context.groups.untrained),
+        waiting={version: len(queue) for version, queue in scheduler.waiting.items()},
+        trainer=trainer.stage.name.lower(),
+        slots=tuple(
+            SlotView(
+                slot=slot.id,
+                version=slot.version,
+                loading=slot.loading,
+                requests=len(slot.requests),
+                incoming=len(slot.incoming),
+                leaving=slot.leaving,
+                paused=slot.instance.paused,
+                active=slot.instance.active,
+                idle=slot.idle_cause,
+            )
+            for slot in context.instances.slots()
+        ),
+    )

@@ -1,4 +1,4 @@
-"""Deadlines of waits. A wait that is over is simply forgotten: its timer is checked against the state when due."""
+"""Deadlines of waits. A wait that ends early leaves its timer: when it is due, it is checked against the state."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ class Wait(Enum):
 
 
 class Timer(NamedTuple):
-    """One deadline; `key` says what was waited for, in terms of the wait's kind."""
+    """One deadline."""
 
     due: Nanoseconds
     number: int
     wait: Wait
     key: tuple[object, ...]
+    """What is waited for; its form depends on the kind of wait."""
 
 
 class Timers:
@@ -51,3 +52,8 @@ class Timers:
         if self._heap and self._heap[0].due <= now:
             return heapq.heappop(self._heap)
         return None
+
+    def check(self, now: Nanoseconds) -> None:
+        """Assert that no timer that was due before now is left."""
+        due = self.next_due()
+        assert due is None or due >= now, f"a timer of {due} is left at {now}"

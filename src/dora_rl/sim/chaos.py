@@ -133,6 +133,7 @@ class ChaosRuntime:
         """Give the orchestrator one event, check the promises and execute its commands."""
         self.events += 1
         commands = self.orchestrator.step(event, self.now)
+        self.orchestrator.check()
         self.log.append((event, self.now, commands))
         self.checker.observe(event, commands)
         self.checker.check_idle_slots(self.orchestrator.snapshot())
