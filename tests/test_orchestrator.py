@@ -80,9 +80,9 @@ def test_a_slot_that_was_not_compared_with_the_published_probe_stops_the_run() -
         orchestrator.step(event, 1)
 
     load(probed("abc"))
-    with pytest.raises(IntegrityError, match="abc was, other was compared with"):
+    with pytest.raises(IntegrityError, match="abc was published, other was compared with"):
         load(probed("other"))
-    with pytest.raises(IntegrityError, match="abc was, none was compared with"):
+    with pytest.raises(IntegrityError, match="abc was published, none was compared with"):
         load(e.SlotLoaded(slot=SlotId("a", 0), version=0, fingerprint=fingerprint(0)))
 
 

@@ -22,8 +22,8 @@ from dora_rl.sim.run import Result, parse_variant, simulate
 
 def pacing(batch: int, step: float, taking: float, latency: float, margin: float, began: Nanoseconds = 0) -> Pacing:
     made = Pacing(batch)
-    made.finished(round(latency * SECOND))
-    made.timed(step, taking)
+    made.record_latency(round(latency * SECOND))
+    made.record_step_time(step, taking)
     made.begin_step(began)
     made.margin = margin
     return made
@@ -69,7 +69,7 @@ def test_what_is_wanted_and_when_it_will_be_agree_to_the_nanosecond(
 def test_every_step_is_fed_and_nothing_piles_up(made: Pacing) -> None:
     """The last group of a step is wanted within a step's time; later no more, however long the trainer is away."""
     end = made._began + made._step
-    last = made.opens_at(made._batch - 1)
+    last = made.opens_at(made._groups_per_step - 1)
     assert last is not None
     assert last <= end
     assert made.wanted(end + 1000 * SECOND) == made.wanted(end)
@@ -77,20 +77,20 @@ def test_every_step_is_fed_and_nothing_piles_up(made: Pacing) -> None:
 
 def test_the_margin_grows_with_waiting_and_shrinks_without() -> None:
     made = pacing(16, 1, 1, 1, margin=0.5, began=10 * SECOND)
-    made.waited(0.2, most=4)
+    made.record_trainer_wait(0.2, limit=4)
     assert made.margin < 0.5, "nothing was held back"
-    made.held(8 * SECOND)
-    made.waited(0.2, most=4)
+    made.record_held_back(8 * SECOND)
+    made.record_trainer_wait(0.2, limit=4)
     assert made.margin < 0.5, "what was held back would have come before the step"
-    made.held(9 * SECOND)
+    made.record_held_back(9 * SECOND)
     before = made.margin
-    made.waited(0.2, most=4)
+    made.record_trainer_wait(0.2, limit=4)
     assert before + 0.5 < made.margin < before + 0.7
     for _ in range(50):
-        made.waited(0.2, most=4)
+        made.record_trainer_wait(0.2, limit=4)
     assert made.margin == 4
     for _ in range(150):
-        made.waited(0.0, most=4)
+        made.record_trainer_wait(0.0, limit=4)
     assert made.margin < 0.5
 
 

@@ -89,25 +89,25 @@ changes = st.lists(
 def test_no_deadline_is_missed_and_nothing_stalls_while_the_bound_changes(size, staleness, happenings) -> None:  # type: ignore[no-untyped-def]
     """Admission, the step rule and changes of the bound, with groups finishing in any order: always feasible."""
     mode = Streaming(groups_per_step=size, staleness=staleness)
-    ledger = GroupTable(group_size=1, min_survivors=1)
+    groups = GroupTable(group_size=1, min_survivors=1)
     step, rule, batch = 0, StepRule(0, size), []
     for what, number in [*happenings, *[("finish", 0)] * 100]:
         if what == "bound":
             mode.change_bound(number)
-        while mode.allowance(ledger) > 0:
-            ledger.admit(Prompt(key="p", tokens=1), step, step + mode.staleness, cast("SlotState", None), 0)
-        running = [group for group in ledger.groups.values() if group.stage is GroupStage.OPEN]
+        while mode.allowance(groups) > 0:
+            groups.admit(Prompt(key="p", tokens=1), step, step + mode.staleness, cast("SlotState", None), 0)
+        running = [group for group in groups.by_id.values() if group.stage is GroupStage.OPEN]
         if what == "finish" and running:
             trajectory = running[number % len(running)].trajectories[0]
-            ledger.generated(trajectory, 1)
-            ledger.scored(trajectory)
-        while rule.count < size and (ready := ledger.ready_deadlines()) and rule.blocker(ready[0], ledger.due) is None:
+            groups.generated(trajectory, 1)
+            groups.scored(trajectory)
+        while rule.count < size and (ready := groups.ready_deadlines()) and rule.blocker(ready[0], groups.due) is None:
             rule.take(ready[0])
-            batch.append(ledger.take(ready[0], step))  # asserts that the group keeps its own bound
-        assert feasible(Counter(ledger.due), step, size)
+            batch.append(groups.take(ready[0], step))  # asserts that the group keeps its own bound
+        assert feasible(Counter(groups.due), step, size)
         if rule.count == size:
             for group in batch:
-                ledger.settle(group)
+                groups.mark_trained(group)
             step, batch = step + 1, []
             rule = StepRule(step, size)
     assert step >= 100 // size - 5 - 1  # at most 5 batches are in flight when the last 100 groups begin to finish

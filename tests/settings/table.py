@@ -115,7 +115,7 @@ RUN: Table = {
         "settings/test_supervisor.py::test_a_group_with_too_few_survivors_fails",
     ),
     "control.placement": Row(
-        "orchestrator.slot_assignment:SlotAssignment.__init__",
+        "orchestrator.rebalance:Rebalancer.__init__",
         "settings/test_simulation.py::test_every_setting_changes_what_is_predicted",
     ),
     "control.admission": Row(
@@ -135,10 +135,11 @@ RUN: Table = {
         "settings/test_supervisor.py::test_admission_leaves_room_as_told",
     ),
     "control.kv_headroom": Row(
-        "orchestrator.admission:Admission._roomiest", "settings/test_supervisor.py::test_admission_leaves_room_as_told"
+        "orchestrator.admission:Admission._emptiest_slot",
+        "settings/test_supervisor.py::test_admission_leaves_room_as_told",
     ),
     "control.pack_limit": Row(
-        "orchestrator.slot_assignment:SlotAssignment._facts",
+        "orchestrator.rebalance:Rebalancer._facts",
         why="how tightly requests are packed on slots moves them, but changes no result; not shown by a test",
     ),
     "control.deadlines": Row("runtime.supervisor.supervisor:Supervisor._deadlines", why=SECTION),
@@ -167,7 +168,8 @@ RUN: Table = {
         "settings/test_supervisor.py::test_a_wait_ends_at_its_deadline",
     ),
     "control.deadlines.stall": Row(
-        "orchestrator.orchestrator:Orchestrator._watch", "settings/test_supervisor.py::test_a_wait_ends_at_its_deadline"
+        "orchestrator.orchestrator:Orchestrator._check_for_stall",
+        "settings/test_supervisor.py::test_a_wait_ends_at_its_deadline",
     ),
     "control.deadlines.heartbeat": Row(
         "runtime.supervisor.supervisor:Supervisor._look",
