@@ -72,3 +72,11 @@ for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_cpu_kernels_import_nothing_from_the_rest() -> None:
+    """They could be a package of their own: see src/dora_rl/engine/cpu_kernels/README.md."""
+    package = "dora_rl.engine.cpu_kernels"
+    for path in (PACKAGE / "engine" / "cpu_kernels").glob("*.py"):
+        used = {name for name in imports(path) if name.startswith("dora_rl")}
+        assert all(name == package or name.startswith(package + ".") for name in used), f"{path}: {used}"

@@ -13,7 +13,7 @@ from dora_rl.engine.cpu_kernels import runner
 def near(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests' models are small on every machine, whatever its caches."""
 
-    def near_bytes(_library: ctypes.CDLL) -> int:
+    def cache_budget(_library: ctypes.CDLL) -> int:
         return 1 << 20
 
-    monkeypatch.setattr(runner, "near_bytes", near_bytes)
+    monkeypatch.setattr(runner, "cache_budget", cache_budget)

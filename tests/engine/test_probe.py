@@ -10,7 +10,7 @@ import torch
 
 from dora_rl.core import probe
 from dora_rl.engine.config import EngineConfig
-from dora_rl.engine.kernel_choice import choose
+from dora_rl.engine.kernel_choice import choose_runner
 from dora_rl.engine.kv import KvCache, KvShape
 from dora_rl.engine.probe import logprobs
 from dora_rl.engine.runner import Runner
@@ -22,7 +22,7 @@ LIMIT = 64
 
 def make_runner(model: Any, kernels: str, shape: KvShape) -> Runner:
     cache = KvCache(shape, 2 * shape.block_bytes, model.device)
-    way = choose(model, EngineConfig(kernels=kernels), 256)
+    way = choose_runner(model, EngineConfig(kernels=kernels), 256)
     return way.make(model, MemoryWeights.of(model).tensors(0), cache, LIMIT, 256)
 
 
@@ -55,7 +55,7 @@ def test_the_cache_that_serves_is_not_touched() -> None:
     for kernels in ("auto", "torch"):
         cache = KvCache(shape, 8 * shape.block_bytes, model.device)
         cache.data.fill_(7.0)
-        way = choose(model, EngineConfig(kernels=kernels), 256)
+        way = choose_runner(model, EngineConfig(kernels=kernels), 256)
         runner = way.make(model, MemoryWeights.of(model).tensors(0), cache, LIMIT, 256)
         logprobs(runner, shape, model.device, probe.sequences(0, tiny.VOCAB, 256), limit=LIMIT)
         assert bool((cache.data == 7.0).all())

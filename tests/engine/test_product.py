@@ -10,15 +10,15 @@ from dora_rl.engine.cpu_kernels.runner import in_panels
 from tests.engine.processors import runnable
 
 
-def multiply(x: torch.Tensor, w: torch.Tensor, threads: int = 1, *, turned: bool = False) -> torch.Tensor:
+def multiply(x: torch.Tensor, w: torch.Tensor, threads: int = 1, *, packed: bool = False) -> torch.Tensor:
     kernels = library()
     assert kernels is not None
     (rows, depth), columns = x.shape, len(w)
     out = torch.full((rows, columns), torch.nan)
     scratch = torch.empty(kernels.multiply_floats(depth, threads))
-    if turned:
+    if packed:
         w = in_panels(w, kernels)
-    pointers = (x.data_ptr(), w.data_ptr(), int(turned), depth, columns, out.data_ptr(), scratch.data_ptr())
+    pointers = (x.data_ptr(), w.data_ptr(), int(packed), depth, columns, out.data_ptr(), scratch.data_ptr())
     kernels.multiply(rows, *pointers, threads)
     return out
 
@@ -35,7 +35,7 @@ def test_a_row_has_the_same_bits_in_any_company(
     torch.testing.assert_close(alone.double(), x.double() @ w.double().T, atol=1e-4, rtol=1e-4)
     for rows in range(1, len(x) + 1):
         assert torch.equal(multiply(x[:rows], w, threads=1 + rows % 2), alone[:rows])
-        assert torch.equal(multiply(x[:rows], w, threads=1 + rows % 2, turned=True), alone[:rows])
+        assert torch.equal(multiply(x[:rows], w, threads=1 + rows % 2, packed=True), alone[:rows])
 
 
 def test_weights_need_not_be_aligned() -> None:

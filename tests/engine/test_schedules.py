@@ -52,7 +52,7 @@ def alone(family: Family, kernels: str) -> dict[int, Said]:
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_any_schedule_says_the_same(family: Family, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = alone(family, "native")
-    monkeypatch.setattr(runner, "near_bytes", lambda _library: seed % 2 << 20)  # a small model, or not
+    monkeypatch.setattr(runner, "cache_budget", lambda _library: seed % 2 << 20)  # a small model, or not
     assert _some_schedule(family, "native", Random(seed)) == expected
 
 
@@ -107,7 +107,7 @@ def _move(source: Any, target: Any, trajectory: int, way: int, listener: Listene
     bundle = source.export([trajectory], shared=way == 0)
     listener.hear(source.drain())
     if way == 2:
-        bundle.taken()
+        bundle.release()
         told = listener.said.get(trajectory, Said((), (), ())).tokens
         target.submit(msgspec.structs.replace(request, response=told))
         return
@@ -164,7 +164,7 @@ def test_steps_that_follow_a_prompt_and_groups_of_rows_change_nothing(seed: int)
     )
     native = engine.slots[0].runner
     assert isinstance(native, CpuKernelRunner)
-    native._near = random.choice([1, 3000, 1 << 20])
+    native._cache_budget = random.choice([1, 3000, 1 << 20])
     coming = some_siblings()
     if seed % 2:
         random.shuffle(coming)

@@ -140,7 +140,7 @@ def test_what_vllm_says_of_the_version_is_compared() -> None:
     made, script = engine()
     made.submit(request(0), 0)
     script.stamp = "v6"
-    with pytest.raises(IntegrityError, match="sampled from v6, but it was to be from v5"):
+    with pytest.raises(IntegrityError, match="sampled from v6, but the request is for v5"):
         made.step()
 
 

@@ -13,7 +13,7 @@ import pytest
 from dora_rl.core.config import build
 from dora_rl.core.errors import ConfigError
 from dora_rl.engine.config import EngineConfig
-from dora_rl.engine.vllm.core import Lora, arguments, listen_to_nobody
+from dora_rl.engine.vllm.core import Lora, arguments, bind_to_loopback
 from dora_rl.engine.vllm.version_check import VllmError, check
 from dora_rl.models.loading import ModelConfig
 from dora_rl.runtime.config import RunConfig
@@ -60,10 +60,10 @@ def test_an_engine_of_one_process_listens_on_the_loopback_unless_told_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    listen_to_nobody()
+    bind_to_loopback()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    listen_to_nobody()
+    bind_to_loopback()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
 
 

@@ -70,10 +70,10 @@ def test_the_page_knows_every_architecture_and_none_is_wrong() -> None:
 
 
 def test_wrong_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch in which sequences attend over each other's keys is never served; another way is taken."""
+    """A batch in which sequences attend over each other's keys is never served; another chosen is taken."""
     model = architectures.build("llama")
     config = EngineConfig(kernels="torch")
-    assert choice.choose(model, config, 128).name == "generic"
+    assert choice.choose_runner(model, config, 128).name == "generic"
     usual = TorchRunner.forward
 
     def forward(self: Any, rows: Any, threads: int, record: bool) -> Any:
@@ -81,7 +81,7 @@ def test_wrong_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         return usual(self, rows, threads, record)
 
     monkeypatch.setattr(TorchRunner, "forward", forward)
-    assert choice.choose(architectures.build("llama"), config, 128).name == "padded"
+    assert choice.choose_runner(architectures.build("llama"), config, 128).name == "padded"
 
 
 def test_wrong_decoding_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +94,7 @@ def test_wrong_decoding_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         return usual(self, rows, threads, record)
 
     monkeypatch.setattr(TorchRunner, "forward", forward)
-    assert choice.choose(architectures.build("llama"), EngineConfig(kernels="torch"), 128).name == "padded"
+    assert choice.choose_runner(architectures.build("llama"), EngineConfig(kernels="torch"), 128).name == "padded"
 
 
 def test_training_that_differs_is_refused_with_its_size() -> None:
@@ -121,7 +121,7 @@ def test_the_model_is_left_as_it_was() -> None:
     form = choose_form(model)
     assert not form.packed
     assert exactness.attention_of(model) == own
-    choice.choose(model, EngineConfig(), 128)
+    choice.choose_runner(model, EngineConfig(), 128)
     assert exactness.attention_of(model) == own
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
@@ -134,9 +134,9 @@ def test_a_sliding_window_ends_where_that_of_transformers_ends(kernels: str, len
         tokens = torch.randint(40, 80, (length,), generator=torch.Generator().manual_seed(length)).tolist()
         sequences = [tokens, tokens[:5], tokens[2:12]]
         wanted = exactness.reference(model, sequences)
-        way = choice.choose(model, EngineConfig(kernels=kernels), 128)
-        assert way.name == "generic"
-        assert choice.measure(model, way, sequences, wanted).share < 1e-4
+        chosen = choice.choose_runner(model, EngineConfig(kernels=kernels), 128)
+        assert chosen.name == "generic"
+        assert choice.measure(model, chosen, sequences, wanted).share < 1e-4
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "mistral"])

@@ -218,7 +218,7 @@ RUN: Table = {
         "engine.scheduler:Scheduler._to_host", "engine/test_memory.py::test_recomputation_only_when_the_host_is_full"
     ),
     "rollout.engine.block_size": Row(
-        "engine.kernel_choice:choose", "settings/test_instance.py::test_an_instance_says_what_room_it_was_given"
+        "engine.kernel_choice:choose_runner", "settings/test_instance.py::test_an_instance_says_what_room_it_was_given"
     ),
     "rollout.engine.prefill_chunk": Row(
         "engine.scheduler:Scheduler._chunks", "settings/test_instance.py::test_prompts_are_computed_in_chunks"
@@ -237,7 +237,7 @@ RUN: Table = {
         "settings/test_instance.py::test_threads_of_an_engine_are_its_own_if_set",
     ),
     "rollout.engine.kernels": Row(
-        "engine.kernel_choice:choose", "settings/test_instance.py::test_kernels_are_those_asked_for"
+        "engine.kernel_choice:choose_runner", "settings/test_instance.py::test_kernels_are_those_asked_for"
     ),
     "rollout.engine.vllm": Row("engine.vllm.core:arguments", why=SECTION),
     "rollout.engine.vllm.enforce_eager": Row(

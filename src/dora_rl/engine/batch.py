@@ -1,10 +1,10 @@
 """The running requests of one slot, as columns of static buffers.
 
 Invariants:
-- rows [0, decoding) have one token left to compute; rows [decoding, count) are still prefilling;
+- rows [0, decoding) have one token left to compute; rows [decoding, count) still prefill;
 - row i of every column belongs to `sequences[i]`, whose `row` is i;
 - sampled tokens stay in `history` until they are flushed, so a steady decode step touches no Python object per request;
-- a row has room in its history for `stretch` more tokens when it is due for flushing: they may come in one pass.
+- a row that is due for flushing has room in its history for `stretch` more tokens, since one pass may add that many.
 """
 
 from __future__ import annotations
@@ -32,32 +32,33 @@ class DecodeBatch:
         self.decoding = 0
         self.rows = TokenRows(limit + chunk, limit, max_blocks)
         self.settings = Settings(limit)
-        self.place = np.zeros(limit, dtype=np.uint64)
+        self.response_index = np.zeros(limit, dtype=np.uint64)
         """Index in the response of the next token."""
         self.token = np.zeros(limit, dtype=np.int64)
-        """The one token left to compute."""
+        """The token that is left to compute."""
         self.position = np.zeros(limit, dtype=np.int32)
-        """Its position."""
+        """Position of that token in the sequence."""
         self.last = np.zeros(limit, dtype=np.int32)
-        """Position of the last token that fits."""
+        """Position of the last token that the length limit allows."""
         self.stops = np.full((limit, STOP_IDS), -1, dtype=np.int64)
         self.watched = np.zeros(limit, dtype=bool)
-        """Has stop strings, so every token is looked at."""
+        """The row has stop strings, so Python inspects it after every token."""
         self.plain = np.zeros(limit, dtype=bool)
-        """Nothing is wanted of its tokens but the tokens: no stop strings, no bias, no record of experts."""
+        """The row needs nothing but its tokens: no stop strings, no bias, no record of experts."""
         self.turn = np.zeros(limit, dtype=np.int64)
-        """When it last had its turn to decode: the number of the turn; 0 if it had none yet."""
+        """Number of the turn in which the row decoded last; 0: it has not decoded yet."""
         self._turns = 0
         self.every = every
         width = every + stretch
         self.held = np.zeros(limit, dtype=np.int32)
-        """Blocks that it has."""
+        """Number of KV blocks of the row."""
         self.fill = np.zeros(limit, dtype=np.int32)
+        """Tokens in the history of the row."""
         self.history = np.zeros((limit, width), dtype=np.int64)
         self.logprobs = np.zeros((limit, width), dtype=np.float32)
         self.model_logprobs = np.zeros((limit, width), dtype=np.float32)
         self.experts: npt.NDArray[np.int16] | None = None
-        self._columns = ("place", "token", "position", "last", "watched", "plain", "turn", "held", "fill")
+        self._columns = ("response_index", "token", "position", "last", "watched", "plain", "turn", "held", "fill")
         self._wide = ("stops", "history", "logprobs", "model_logprobs")
         self._all = np.arange(limit, dtype=np.int64)
 
@@ -65,7 +66,7 @@ class DecodeBatch:
         return len(self.sequences)
 
     def add(self, sequence: Sequence) -> None:
-        """Take a sequence in, with its blocks."""
+        """Add a sequence, with its blocks."""
         row = len(self.sequences)
         self.sequences.append(sequence)
         sequence.row = row
@@ -87,24 +88,24 @@ class DecodeBatch:
             self.promote(sequence)
 
     def set_blocks(self, sequence: Sequence) -> None:
-        """Note the blocks of a sequence anew."""
+        """Update the block table of a sequence."""
         self.held[sequence.row] = len(sequence.blocks)
         self.rows.table[sequence.row, : len(sequence.blocks)] = sequence.blocks
 
     def promote(self, sequence: Sequence) -> None:
-        """A prefilling sequence decodes from now on."""
+        """Turn a prefilling sequence into a decoding one."""
         assert sequence.row >= self.decoding
         self._swap(sequence.row, self.decoding)
         row = sequence.row
         self.token[row] = sequence.tokens[sequence.length - 1]
         self.position[row] = sequence.length - 1
-        self.place[row] = sequence.length - sequence.prompt_length
+        self.response_index[row] = sequence.length - sequence.prompt_length
         self.decoding += 1
 
     def remove(self, sequence: Sequence) -> None:
-        """Let a sequence go; flush it before."""
+        """Remove a sequence, which must have been flushed."""
         row = sequence.row
-        assert self.fill[row] == 0, "tokens of a leaving request were not flushed"
+        assert self.fill[row] == 0, "a request was removed before its tokens were flushed"
         if row < self.decoding:
             self._swap(row, self.decoding - 1)
             self.decoding -= 1
@@ -112,8 +113,8 @@ class DecodeBatch:
         self.sequences.pop()
         sequence.row = -1
 
-    def absorb(self, rows: npt.NDArray[np.int64], drawn: Drawn, experts: npt.NDArray[np.int16] | None) -> None:
-        """One sampled token for each of these decoding rows."""
+    def append(self, rows: npt.NDArray[np.int64], drawn: Drawn, experts: npt.NDArray[np.int16] | None) -> None:
+        """Append one sampled token to each of these decoding rows."""
         at = self.fill[rows]
         self.history[rows, at] = drawn.token
         self.logprobs[rows, at] = drawn.logprob
@@ -124,11 +125,11 @@ class DecodeBatch:
             self.experts[rows, at] = experts
         self.fill[rows] = at + 1
         self.token[rows] = drawn.token
-        self.place[rows] += np.uint64(1)
+        self.response_index[rows] += np.uint64(1)
         self.position[rows] += 1
 
-    def notable(self, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Rows that need a closer look after `absorb`, and which of them have ended by stop id, length or failure."""
+    def rows_to_inspect(self, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """Return the rows to inspect after `append`, and which of them have ended by stop id, length or failure."""
         token = self.token[rows]
         ended = (token[:, None] == self.stops[rows]).any(1) | (self.position[rows] >= self.last[rows]) | (token < 0)
         look = ended | (self.fill[rows] >= self.every) | self.watched[rows]
@@ -162,11 +163,11 @@ class DecodeBatch:
         return chunk
 
     def decode_rows(self) -> npt.NDArray[np.int64]:
-        """The rows that decode."""
+        """Indices of the rows that decode."""
         return self._all[: self.decoding]
 
     def longest_waiting(self, rows: npt.NDArray[np.int64], most: int) -> npt.NDArray[np.int64]:
-        """At most so many of these rows, those whose turn is longest ago; it is their turn now."""
+        """Choose at most `most` of these rows, those that decoded longest ago, for the next turn."""
         if most < len(rows):
             rows = np.sort(rows[np.argsort(self.turn[rows], kind="stable")[:most]])
         self._turns += 1

@@ -1,14 +1,14 @@
 """The built-in rollout engine: continuous batching over slots of versioned weights, in one thread.
 
     submit, load, abort, export, import_      between steps
-    step()                                    plan -> a forward pass for each busy slot -> sample -> report
+    step()                                    plan -> one forward pass per busy slot -> sample -> report
 
 Invariants:
 - all tokens of a request come from the version in its slot; each is reported once, in order, with that version
-  (mode `partial` changes the version under a running request, and then reports say so);
-- what a request says does not depend on what else runs: its random numbers are keyed by (seed, trajectory, position),
+  (mode `partial` changes the version under a running request, and then the reports carry the new one);
+- the tokens of a request do not depend on what else runs: its random numbers are keyed by (seed, trajectory, position),
   and with the compiled kernels its logits are the same to the last bit in any batch;
-- a request that can't be served is refused with a typed error, and no other notices;
+- a request that can't be served is refused with a typed error, which affects no other request;
 - when nothing is running, waiting or swapped, every block is free.
 """
 
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from dora_rl.core.activities import ActivityLabel, IdleCause, IdleReason
+from dora_rl.core.activities import ActivityLabel, IdleCause
 from dora_rl.core.errors import (
     BundleError,
     MemoryCapError,
@@ -31,33 +31,25 @@ from dora_rl.core.errors import (
     SlotError,
     VersionError,
 )
-from dora_rl.core.events import (
-    AnyEvent,
-    Generated,
-    KvPressure,
-    Parked,
-    Progress,
-    SlotLoaded,
-    SlotLoadFailed,
-    TrajectoryFailed,
-)
+from dora_rl.core.events import KvPressure, Progress, SlotLoaded, SlotLoadFailed
 from dora_rl.core.time_accounting import Activity, TimeAccount
-from dora_rl.core.tokens import TokenChunk
 from dora_rl.core.types import Attempt, InstanceId, InstanceSpec, Nanoseconds, SlotId, TrajectoryId, Version
 from dora_rl.engine.batch import DecodeBatch
-from dora_rl.engine.kernel_choice import choose
+from dora_rl.engine.kernel_choice import choose_runner
 from dora_rl.engine.kv import KvCache
 from dora_rl.engine.kv_transfer.format import KvBundle
 from dora_rl.engine.kv_transfer.pack import pack, unpack
 from dora_rl.engine.kv_transfer.shared_memory import SegmentPool
 from dora_rl.engine.probe import Prober
-from dora_rl.engine.request_checks import check_request, reach, says_stop
-from dora_rl.engine.requests import Finished, FinishReason, Request, StepOutput
+from dora_rl.engine.reports import Reports
+from dora_rl.engine.request_checks import check_request, contains_stop, stop_window
+from dora_rl.engine.requests import FinishReason, Request, StepOutput
 from dora_rl.engine.scheduler import Scheduler
 from dora_rl.engine.sequence import Sequence
+from dora_rl.engine.slot_accounting import account_migration, account_step
 from dora_rl.engine.slots import STARTING, EngineSlot, Loading
 from dora_rl.engine.stats import Stats
-from dora_rl.engine.step_execution import StepExecutor, Work
+from dora_rl.engine.step_execution import StepExecutor
 from dora_rl.models.text import model_context
 
 if TYPE_CHECKING:
@@ -66,12 +58,10 @@ if TYPE_CHECKING:
     from dora_rl.engine.runner import MakeRunner
 
 Clock = Callable[[], Nanoseconds]
-_SPARE = IdleCause(reason=IdleReason.SPARE)
-_NO_PROMPTS = IdleCause(reason=IdleReason.NO_PROMPTS)
 
 
 class Engine:
-    """One rollout engine. Not thread-safe: one thread calls it."""
+    """One rollout engine. It is not thread-safe: one thread calls it."""
 
     def __init__(
         self,
@@ -91,13 +81,13 @@ class Engine:
         self.context = min(config.max_context, model_context(model.config) or config.max_context)
         self.vocab: int = model.get_input_embeddings().weight.shape[0]
         self.threads = config.threads or torch.get_num_threads()
-        way = choose(model, config, self.context)
-        shape, self.kernels = way.shape, way.name
+        choice = choose_runner(model, config, self.context)
+        shape, self.kernels = choice.shape, choice.name
         self._cache = KvCache(shape, config.kv_bytes, model.device)
         if self._cache.count < 2:
             raise MemoryCapError(f"kv_bytes is {config.kv_bytes:,}; two blocks take {2 * shape.block_bytes:,} bytes")
         rows = config.max_requests + config.prefill_chunk
-        self._make: MakeRunner = lambda tensors: way.make(model, tensors, self._cache, rows, self.context)
+        self._make: MakeRunner = lambda tensors: choice.make(model, tensors, self._cache, rows, self.context)
         self._prober = Prober(model, shape, limit=rows, context=self.context, tolerance=config.probe_tolerance)
         max_blocks = shape.blocks(self.context)
         idle = Activity(ActivityLabel.IDLE, cause=STARTING)
@@ -109,64 +99,79 @@ class Engine:
             )
             for index in range(config.slots)
         ]
-        self._scheduler = Scheduler(self._cache, [slot.batch for slot in self.slots], config, self._report)
-        self._computing = StepExecutor(self._scheduler, config)
+        self._reports = Reports(instance)
+        self._scheduler = Scheduler(self._cache, [slot.batch for slot in self.slots], config, self._reports.chunk)
+        self._executor = StepExecutor(self._scheduler, config)
         self._segments = SegmentPool()
         self._sequences: dict[TrajectoryId, Sequence] = {}
         self._arrivals = 0
-        self._chunks: list[TokenChunk] = []
-        self._finished: list[Finished] = []
-        self._events: list[AnyEvent] = []
 
-    # What others ask for between steps.
+    # Slots.
+
+    def serving(self, slot: int) -> Version | None:
+        """Return the version that a slot serves, or None."""
+        return self._slot(slot).version
 
     def load(self, slot: int, version: Version, *, in_flight: bool = False) -> None:
-        """Begin to load a version; a later step says `SlotLoaded` or `SlotLoadFailed`."""
-        place = self._slot(slot)
-        if place.loading is not None:
-            raise SlotError(f"slot {slot} is already loading version {place.loading.version}")
+        """Begin to load a version; a later step reports `SlotLoaded` or `SlotLoadFailed`."""
+        target = self._slot(slot)
+        if target.loading is not None:
+            raise SlotError(f"slot {slot} is already loading version {target.loading.version}")
         if not in_flight:
             self.unload(slot)
         alone = len(self.slots) == 1 and not self._sequences
         if alone:
-            place.account.switch(self._clock(), Activity(ActivityLabel.LOAD, version))
-        place.loading = Loading(
+            target.account.switch(self._clock(), Activity(ActivityLabel.LOAD, version))
+        target.loading = Loading(
             SlotId(self.instance, slot),
             version,
             self._weights,
             self._make,
             self._prober,
             now=alone,
-            # Beside running requests the probe is content with one thread, so that it hardly slows them.
+            # Beside running requests the probe uses one thread, so that it hardly slows them down.
             threads=1 if self._sequences else self.threads,
         )
 
     def unload(self, slot: int) -> None:
-        """The slot serves nothing from now on and lets go of its weights."""
-        place = self._slot(slot)
+        """Stop serving from a slot that has no requests, and release its weights."""
+        target = self._slot(slot)
         if any(sequence.slot == slot for sequence in self._sequences.values()):
-            raise SlotError(f"slot {slot} still has requests of version {place.version}")
-        place.version, place.runner, place.fingerprint = None, None, ""
+            raise SlotError(f"slot {slot} still has requests of version {target.version}")
+        target.version, target.runner, target.fingerprint = None, None, ""
 
     def wait_for_loads(self) -> None:
-        """Until every load that has begun is done and its slot serves."""
+        """Wait until every load that has begun is done."""
         for slot in self.slots:
             if slot.loading is not None:
                 slot.loading.wait()
         self._finish_loads()
 
+    def note_idle(self, slot: int, cause: IdleCause) -> None:
+        """Account the idle time of a slot to this cause until the slot has work."""
+        target = self._slot(slot)
+        target.idle = cause
+        if not len(target.batch):
+            target.account.switch(self._clock(), Activity(ActivityLabel.IDLE, cause=cause))
+
+    # Requests.
+
     def submit(self, request: Request, slot: int | None = None) -> None:
-        """Take a request in, or refuse it with a typed error."""
+        """Accept a request, or refuse it with a typed error."""
         index = self._serving(request.version) if slot is None else slot
-        place = self._slot(index)
-        if place.version != request.version:
-            raise VersionError(f"slot {index} serves version {place.version}, not {request.version}")
+        target = self._slot(index)
+        if target.version != request.version:
+            raise VersionError(f"slot {index} serves version {target.version}, not {request.version}")
         self._check(request)
         limit = request.length_limit(self.context)
-        self._enter(Sequence(request, index, self._arrivals, limit, place.fingerprint))
+        self._sequences[request.trajectory] = sequence = Sequence(
+            request, index, self._arrivals, limit, target.fingerprint
+        )
+        self._arrivals += 1
+        self._scheduler.enqueue(sequence)
 
     def abort(self, trajectory: TrajectoryId, attempt: Attempt) -> bool:
-        """Forget this attempt, should it be here."""
+        """Forget this attempt, and return whether it was here."""
         sequence = self._sequences.get(trajectory)
         if sequence is None or sequence.request.attempt != attempt:
             return False
@@ -176,12 +181,12 @@ class Engine:
         return True
 
     def has(self, trajectory: TrajectoryId, attempt: Attempt) -> bool:
-        """This attempt is here, running or waiting."""
+        """Return whether this attempt is here, running, waiting or parked."""
         sequence = self._sequences.get(trajectory)
         return sequence is not None and sequence.request.attempt == attempt
 
     def export(self, trajectories: Iterable[TrajectoryId], *, shared: bool = True) -> KvBundle:
-        """Requests leave with their KV, sampler state and tokens. What they sampled so far is reported here first."""
+        """Remove requests and return them with their KV and tokens; what they have sampled is reported here."""
         start = self._clock()
         leaving = [self._sequence(trajectory) for trajectory in trajectories]
         for sequence in leaving:
@@ -191,17 +196,17 @@ class Engine:
             self._scheduler.drop(sequence)
             del self._sequences[sequence.request.trajectory]
         self._scheduler.stats.exported += len(leaving)
-        self._account_move({sequence.slot for sequence in leaving}, start)
+        self._account_migration({sequence.slot for sequence in leaving}, start)
         return bundle
 
     def import_(self, bundle: KvBundle, slot: int) -> tuple[tuple[TrajectoryId, ...], tuple[BundleError, ...]]:
-        """Requests go on here, with not one token prefilled again: who arrived, and what was wrong with the rest."""
+        """Resume the requests of a bundle without prefilling a token again; return those that arrived, and errors."""
         start = self._clock()
-        place = self._slot(slot)
+        target = self._slot(slot)
         arrived, errors = [], []
         for frame in bundle.frames():
             try:
-                sequence = unpack(frame, place, self._cache, self._arrivals, self.context)
+                sequence = unpack(frame, target, self._cache, self._arrivals, self.context)
                 self._check_free(sequence.request)
             except (BundleError, RequestError) as error:
                 errors.append(error if isinstance(error, BundleError) else BundleError(str(error)))
@@ -216,80 +221,63 @@ class Engine:
             else:
                 self._scheduler.adopt(sequence)
             arrived.append(sequence.request.trajectory)
-        bundle.taken()
+        bundle.release()
         self._scheduler.stats.imported += len(arrived)
-        self._account_move({slot}, start)
+        self._account_migration({slot}, start)
         return tuple(arrived), tuple(errors)
 
     def extend(self, trajectory: TrajectoryId, attempt: Attempt, tokens: Iterable[int]) -> None:
-        """A parked request goes on after what its environment said; only these tokens are prefilled."""
+        """Append the environment's tokens to a parked request and resume it; only these tokens are prefilled."""
         sequence = self._parked(trajectory, attempt)
-        said = np.asarray(list(tokens), dtype=np.int64)
-        if ((said < 0) | (said >= self.vocab)).any():
-            raise PromptError(f"what the environment of trajectory {trajectory} said has an unknown token id")
-        end = sequence.length + len(said)
+        added = np.asarray(list(tokens), dtype=np.int64)
+        if ((added < 0) | (added >= self.vocab)).any():
+            raise PromptError(f"the environment of trajectory {trajectory} returned an unknown token id")
+        end = sequence.length + len(added)
         if end >= sequence.limit:
             raise PromptError(f"trajectory {trajectory} would have {end} tokens, and {sequence.limit} are allowed")
-        sequence.tokens[sequence.length : end] = said
+        sequence.tokens[sequence.length : end] = added
         sequence.length = end
-        sequence.reported += len(said)
+        sequence.reported += len(added)
         self._scheduler.wake(sequence)
 
     def end(self, trajectory: TrajectoryId, attempt: Attempt) -> None:
-        """A parked request has had its last turn; it is reported as generated."""
+        """Report a parked request as generated: its last turn is over."""
         sequence = self._parked(trajectory, attempt)
         self._scheduler.drop(sequence)
         del self._sequences[trajectory]
-        self._generated(sequence)
+        self._reports.generated(sequence, self.kv_tokens)
 
-    def set_threads(self, threads: int) -> None:
-        """Compute with so many threads from the next step on."""
-        if threads < 1:
-            raise RequestError(f"an engine needs at least one thread, not {threads}")
-        self.threads = threads
-        torch.set_num_threads(threads)
-
-    def note_idle(self, slot: int, cause: IdleCause) -> None:
-        """Why a slot has nothing to do; holds until it has."""
-        place = self._slot(slot)
-        place.idle = cause
-        if not len(place.batch):
-            place.account.switch(self._clock(), Activity(ActivityLabel.IDLE, cause=cause))
-
-    # What the engine is.
+    # State.
 
     @property
     def busy(self) -> bool:
-        """There is something to do in a step."""
-        moving_on = len(self._sequences) > len(self._scheduler.parked)
+        """Whether a step has something to do."""
+        unparked = len(self._sequences) > len(self._scheduler.parked)
         loading = any(slot.loading for slot in self.slots)
-        return moving_on or loading or bool(self._chunks or self._finished or self._events)
+        return unparked or loading or bool(self._reports)
 
     @property
     def stats(self) -> Stats:
+        """Counters since the engine began."""
         return self._scheduler.stats
 
     @property
     def accounts(self) -> list[TimeAccount]:
-        """Where each slot's time went: every slot decodes a batch of its own."""
+        """Where the time of each slot went: every slot decodes its own batch."""
         return [slot.account for slot in self.slots]
-
-    def serving(self, slot: int) -> Version | None:
-        """The version in a slot."""
-        return self._slot(slot).version
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens' worth of KV blocks in use."""
+        """Tokens that fit into the KV blocks in use."""
         return self._scheduler.kv_tokens
 
     @property
     def running(self) -> int:
-        """Requests in the batches now; the others wait or are swapped."""
+        """Number of requests in the batches; the others wait, are swapped or parked."""
         return self._scheduler.running
 
     def spec(self) -> InstanceSpec:
-        """What this instance can do."""
+        """Return the capacity of this instance."""
         return InstanceSpec(
             instance=self.instance,
             slots=len(self.slots),
@@ -298,111 +286,99 @@ class Engine:
         )
 
     def progress(self) -> Progress:
-        """Heartbeat: load, and how far each request is."""
+        """Return the heartbeat: KV in use and the length of each response."""
         tokens = {}
         for trajectory, sequence in self._sequences.items():
             pending = int(self.slots[sequence.slot].batch.fill[sequence.row]) if sequence.row >= 0 else 0
-            tokens[trajectory] = sequence.length - sequence.prompt_length + pending
+            tokens[trajectory] = sequence.response_length + pending
         return Progress(instance=self.instance, kv_tokens=self.kv_tokens, tokens=tokens)
 
     def check(self) -> None:
-        """Every block, host byte and row is accounted for; all blocks are free when nothing is here."""
+        """Assert that every block, host byte and row is accounted for, and that an empty engine holds no block."""
         self._scheduler.check()
         if not self._sequences:
             pool = self._scheduler.pool
             assert pool.free == pool.count, f"{pool.count - pool.free} blocks are held while the engine is idle"
 
+    def set_threads(self, threads: int) -> None:
+        """Compute with this many threads from the next step on."""
+        if threads < 1:
+            raise RequestError(f"an engine needs at least one thread, not {threads}")
+        self.threads = threads
+        torch.set_num_threads(threads)
+
     # One step.
 
     def step(self) -> StepOutput:
-        """One decode step for every slot, with a chunk of prefill, or a few without; gives what there is to report."""
+        """Compute a decode step of every slot and a chunk of prefill, or several decode steps; return the reports."""
         self._finish_loads()
         start = self._clock()
         chunks = self._scheduler.plan()
         work = {}
         busy = [slot for slot in self.slots if slot.batch.decoding or chunks[slot.index]]
-        for slot, done in self._computing.passes(busy, chunks, self.threads):
+        for slot, done in self._executor.passes(busy, chunks, self.threads):
             work[slot.index] = done.work
-            self._look(slot, done.rows, done.ended)
+            self._inspect(slot, done.rows, done.ended)
         self.stats.together = max(self.stats.together, len(work))
         end = self._clock()
         for slot in self.slots:
-            self._account(slot, work.get(slot.index), start, end, bool(work))
-        if self._scheduler.pressed:
-            self._scheduler.pressed = False
-            self._events.append(KvPressure(instance=self.instance, kv_tokens=self.kv_tokens))
+            account_step(slot, work.get(slot.index), start, end, others=bool(work))
+        if self._scheduler.preempted:
+            self._scheduler.preempted = False
+            self._reports.event(KvPressure(instance=self.instance, kv_tokens=self.kv_tokens))
         return self.drain()
 
     def drain(self) -> StepOutput:
-        """What is waiting to be reported."""
-        output = StepOutput(chunks=tuple(self._chunks), finished=tuple(self._finished), events=tuple(self._events))
-        self._chunks, self._finished, self._events = [], [], []
-        return output
+        """Return what there is to report without computing."""
+        return self._reports.take()
 
-    def _look(self, slot: EngineSlot, rows: Any, ended: Any) -> None:
-        """Flush rows that are due; let go of those that have ended."""
+    def _inspect(self, slot: EngineSlot, rows: Any, ended: Any) -> None:
+        """Flush rows that are due for a report, and finish those that have ended."""
         batch = slot.batch
         due = [(batch.sequences[row], bool(over)) for row, over in zip(rows, ended, strict=True)]
         for sequence, over in due:
-            if not over and not (batch.watched[sequence.row] and self._says_stop(sequence, batch)):
+            if not over and not (batch.watched[sequence.row] and self._contains_stop(sequence, batch)):
                 if batch.fill[sequence.row] >= batch.every:
                     self._scheduler.flush(sequence)
                 continue
-            self._end(sequence, batch, over)
+            self._finish(sequence, batch, over)
 
-    def _end(self, sequence: Sequence, batch: DecodeBatch, by_id_or_length: bool) -> None:
+    def _finish(self, sequence: Sequence, batch: DecodeBatch, by_id_or_length: bool) -> None:
         request = sequence.request
         last = int(batch.token[sequence.row])
         failed = last < 0
         if failed:
-            batch.fill[sequence.row] -= 1  # no token came of the last draw
+            batch.fill[sequence.row] -= 1  # the last draw gave no token
         self._scheduler.flush(sequence)
-        count = sequence.length - sequence.prompt_length
         if failed:
             reason = FinishReason.FAILED
         elif not by_id_or_length or last in request.sampling.stop_ids:
             reason = FinishReason.STOP
         else:
-            reason = FinishReason.LENGTH if count >= request.sampling.max_tokens else FinishReason.CONTEXT
+            full = sequence.response_length >= request.sampling.max_tokens
+            reason = FinishReason.LENGTH if full else FinishReason.CONTEXT
         parks = request.parks and reason is FinishReason.STOP and sequence.length + 1 < sequence.limit
         if parks:
             self._scheduler.park(sequence)
         else:
             self._scheduler.drop(sequence)
             del self._sequences[request.trajectory]
-        self._finished.append(Finished(**self._stamp(sequence), reason=reason, tokens=count))
+        self._reports.finished(sequence, reason)
         if failed:
-            why = "the model's logits are not finite numbers"
-            self._events.append(TrajectoryFailed(trajectory=request.trajectory, reason=why))
+            self._reports.failed(sequence, "the model's logits are not finite numbers")
         elif parks:
-            parked = Parked(trajectory=request.trajectory, attempt=request.attempt, kv_tokens=self.kv_tokens)
-            self._events.append(parked)
+            self._reports.parked(sequence, self.kv_tokens)
         else:
-            self._generated(sequence)
+            self._reports.generated(sequence, self.kv_tokens)
 
-    def _generated(self, sequence: Sequence) -> None:
-        count = sequence.length - sequence.prompt_length
-        event = Generated(**self._stamp(sequence), instance=self.instance, tokens=count, kv_tokens=self.kv_tokens)
-        self._events.append(event)
-
-    def _stamp(self, sequence: Sequence) -> dict[str, Any]:
-        """Who was served, and from what."""
-        return {
-            "trajectory": sequence.request.trajectory,
-            "attempt": sequence.request.attempt,
-            "version": sequence.version,
-            "fingerprint": sequence.fingerprint,
-        }
-
-    def _says_stop(self, sequence: Sequence, batch: DecodeBatch) -> bool:
-        """The response's end contains one of the stop strings."""
+    def _contains_stop(self, sequence: Sequence, batch: DecodeBatch) -> bool:
+        """Return whether the end of the response contains one of the stop strings."""
         stops = sequence.request.sampling.stop
         pending = batch.history[sequence.row, : batch.fill[sequence.row]]
-        tail = np.concatenate([sequence.response, pending])[-reach(stops) :]
-        return says_stop(tail.tolist(), stops, self._tokenizer)
+        tail = np.concatenate([sequence.response, pending])[-stop_window(stops) :]
+        return contains_stop(tail.tolist(), stops, self._tokenizer)
 
-    def _report(self, chunk: TokenChunk) -> None:
-        self._chunks.append(chunk)
+    # Loads.
 
     def _finish_loads(self) -> None:
         for slot in self.slots:
@@ -414,16 +390,16 @@ class Engine:
             if loading.runner is None:
                 differs = isinstance(loading.error, ProbeError)
                 failed = SlotLoadFailed(slot=where, version=loading.version, reason=str(loading.error), differs=differs)
-                self._events.append(failed)
+                self._reports.event(failed)
                 continue
-            self._put(slot, loading)
+            self._serve(slot, loading)
             loaded = SlotLoaded(
                 slot=where, version=loading.version, fingerprint=loading.fingerprint, probe=loading.probe
             )
-            self._events.append(loaded)
+            self._reports.event(loaded)
 
-    def _put(self, slot: EngineSlot, loading: Loading) -> None:
-        """From here on the slot serves the loaded version; requests in flight compute their KV again under it."""
+    def _serve(self, slot: EngineSlot, loading: Loading) -> None:
+        """Serve the loaded version from now on; requests in flight compute their KV again under it."""
         staying = [sequence for sequence in self._sequences.values() if sequence.slot == slot.index]
         parked = [sequence for sequence in staying if sequence in self._scheduler.parked]
         for sequence in staying:
@@ -439,46 +415,12 @@ class Engine:
             else:
                 self._scheduler.enqueue(sequence)
 
-    def _account(self, slot: EngineSlot, work: Work | None, start: Nanoseconds, end: Nanoseconds, others: bool) -> None:
-        """The step's time, split by tokens where a slot did several things.
-
-        A slot that idles does so for the cause that was told, but for the time in which others of its instance compute.
-        """
-        account = slot.account
-        if work is None:
-            if slot.loading is not None:
-                account.switch(start, Activity(ActivityLabel.LOAD, slot.loading.version))
-            elif others:
-                account.switch(start, Activity(ActivityLabel.IDLE, cause=_SPARE))
-                account.switch(end, Activity(ActivityLabel.IDLE, cause=slot.idle))
-            elif account.current.label is not ActivityLabel.IDLE:
-                account.switch(start, Activity(ActivityLabel.IDLE, cause=slot.idle))
-            account.settle(end)
-            return
-        slot.idle = _NO_PROMPTS
-        total = sum(work)
-        now = start
-        parts = (
-            (ActivityLabel.REPREFILL, work.reprefilled),
-            (ActivityLabel.PREFILL, work.prefilled),
-            (ActivityLabel.DECODE, work.decoded),
-        )
-        for label, tokens in parts:
-            if tokens:
-                account.switch(now, Activity(label, slot.version))
-                now += (end - start) * tokens // total
-        account.settle(end)
-
-    def _account_move(self, slots: set[int], start: Nanoseconds) -> None:
-        """The time since `start` went into moving requests of these slots."""
+    def _account_migration(self, slots: set[int], start: Nanoseconds) -> None:
         end = self._clock()
         for index in slots:
-            account = self.slots[index].account
-            before = account.current
-            account.switch(start, Activity(ActivityLabel.MIGRATE, self.slots[index].version))
-            account.switch(end, before)
+            account_migration(self.slots[index], start, end)
 
-    # Checks.
+    # Lookups and checks.
 
     def _check(self, request: Request) -> None:
         self._check_free(request)
@@ -494,11 +436,6 @@ class Engine:
     def _check_free(self, request: Request) -> None:
         if request.trajectory in self._sequences:
             raise RequestError(f"trajectory {request.trajectory} is already here")
-
-    def _enter(self, sequence: Sequence) -> None:
-        self._sequences[sequence.request.trajectory] = sequence
-        self._arrivals += 1
-        self._scheduler.enqueue(sequence)
 
     def _slot(self, index: int) -> EngineSlot:
         if not 0 <= index < len(self.slots):

@@ -1,8 +1,8 @@
-"""Which runner serves a model: the first that computes what `transformers` computes.
+"""Chooses the runner that serves a model: the first that computes what `transformers` computes.
 
 Invariant: an engine never serves a model by a runner whose log-probs were not compared with the plain forward pass of
-the module. The comparison goes the way that requests go: chunks of ragged prompts beside decoding sequences, then token
-by token, through the paged cache. It takes a few dozen tokens, and is made once for a module and a way to compute.
+the module. The comparison computes what requests compute: chunks of ragged prompts beside decoding sequences, then one
+token at a time, through the paged cache. It takes a few dozen tokens, and is made once per module and runner.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 
 from dora_rl.core.errors import ModelError
 from dora_rl.engine.kv import KvCache, KvShape
+from dora_rl.engine.runner import named
 from dora_rl.engine.token_rows import TokenRows
 from dora_rl.models import exactness
 from dora_rl.models.exactness import ExactnessDifference
@@ -30,25 +31,25 @@ _CHUNK = 9
 """The first sequence is prefilled in two chunks."""
 
 
-class Way(NamedTuple):
-    """A way to compute a model."""
+class RunnerChoice(NamedTuple):
+    """A runner that can compute a model."""
 
     name: str
     shape: KvShape
     make: Callable[..., Runner]
-    """From the model, the tensors of a version, the cache, the most rows of a pass and the longest context."""
+    """Arguments: the model, the tensors of a version, the cache, the most rows of a pass and the longest context."""
 
 
-# Ways do not refer to their model, so that it is let go of when nobody else needs it.
-_chosen: weakref.WeakKeyDictionary[Any, dict[tuple[object, ...], Way]] = weakref.WeakKeyDictionary()
+# A choice does not refer to its model, so that the model is freed when nothing else refers to it.
+_chosen: weakref.WeakKeyDictionary[Any, dict[tuple[object, ...], RunnerChoice]] = weakref.WeakKeyDictionary()
 
 
-def choose(model: Any, config: EngineConfig, context: int) -> Way:
-    """The first way that is exact; else a `ModelError` names the model and what was wrong with the last one tried."""
+def choose_runner(model: Any, config: EngineConfig, context: int) -> RunnerChoice:
+    """Return the first exact runner; if none is, a `ModelError` names the model and the error of the last one."""
     from dora_rl.engine.cpu_kernels.build import library
 
     if config.kernels == "native":
-        _native(model, config, ())  # what stands against it is a matter of the setting, not of the model
+        _native(model, config, ())  # an obstacle concerns the setting, not the model
     known = _chosen.setdefault(model, {})
     kernels = None if config.kernels == "torch" else library()
     key = (config.kernels, kernels and kernels._name, config.block_size, model.dtype)
@@ -57,26 +58,26 @@ def choose(model: Any, config: EngineConfig, context: int) -> Way:
     return known[key]
 
 
-def _first_exact(model: Any, config: EngineConfig, context: int) -> Way:
+def _first_exact(model: Any, config: EngineConfig, context: int) -> RunnerChoice:
     failed: list[Exception] = []
     with exactness.failures_as(failed):
         sequences = exactness.probe_sequences(model, context)
         wanted = exactness.reference(model, sequences)
     if failed:
         raise exactness.refusal(model, "rollout", "a plain forward pass", failed[0])
-    last: ExactnessDifference | Exception = ModelError("there is no way to compute it")
+    last: ExactnessDifference | Exception = ModelError("no runner can compute it")
     for find in (_native,) if config.kernels == "native" else (_native, _generic, _padded, _aligned):
         with exactness.failures_as(failed):
-            way = find(model, config, sequences[0])
-            last = measure(model, way, sequences, wanted)
+            choice = find(model, config, sequences[0])
+            last = measure(model, choice, sequences, wanted)
             if last.exact:
-                return way
+                return choice
         if failed:
             last = failed.pop()
     raise exactness.refusal(model, "rollout", HOW, last)
 
 
-def _native(model: Any, config: EngineConfig, _: Sequence[int]) -> Way:
+def _native(model: Any, config: EngineConfig, _: Sequence[int]) -> RunnerChoice:
     from dora_rl.engine.cpu_kernels.build import build
     from dora_rl.engine.cpu_kernels.runner import CpuKernelRunner, obstacle
 
@@ -84,10 +85,14 @@ def _native(model: Any, config: EngineConfig, _: Sequence[int]) -> Way:
     why_not = obstacle(model, library) if library is not None else missing
     if why_not:
         raise ModelError(f"kernels are set to native, but: {why_not}; set kernels to auto")
-    return Way("native", KvShape.of(model, config.block_size), CpuKernelRunner)
+
+    def make(model: Any, tensors: Any, cache: KvCache, limit: int, context: int) -> Runner:
+        return CpuKernelRunner(model, named(model, tensors), cache, limit, context)
+
+    return RunnerChoice("native", KvShape.of(model, config.block_size), make)
 
 
-def _generic(model: Any, config: EngineConfig, _: Sequence[int]) -> Way:
+def _generic(model: Any, config: EngineConfig, _: Sequence[int]) -> RunnerChoice:
     from dora_rl.engine.torch_runner import TorchRunner
 
     use_kernels = config.kernels != "torch"
@@ -95,18 +100,18 @@ def _generic(model: Any, config: EngineConfig, _: Sequence[int]) -> Way:
     def make(model: Any, tensors: Any, cache: KvCache, _limit: int, context: int) -> Runner:
         return TorchRunner(model, tensors, cache, context, use_kernels)
 
-    return Way("generic", KvShape.of(model, config.block_size), make)
+    return RunnerChoice("generic", KvShape.of(model, config.block_size), make)
 
 
-def _padded(model: Any, config: EngineConfig, tokens: Sequence[int]) -> Way:
+def _padded(model: Any, config: EngineConfig, tokens: Sequence[int]) -> RunnerChoice:
     return _dense(model, config, tokens, aligned=False)
 
 
-def _aligned(model: Any, config: EngineConfig, tokens: Sequence[int]) -> Way:
+def _aligned(model: Any, config: EngineConfig, tokens: Sequence[int]) -> RunnerChoice:
     return _dense(model, config, tokens, aligned=True)
 
 
-def _dense(model: Any, config: EngineConfig, tokens: Sequence[int], *, aligned: bool) -> Way:
+def _dense(model: Any, config: EngineConfig, tokens: Sequence[int], *, aligned: bool) -> RunnerChoice:
     from dora_rl.engine.padded_runner import DenseLayout, PaddedRunner
 
     layout = DenseLayout.of(model, list(tokens[:3]))
@@ -114,42 +119,42 @@ def _dense(model: Any, config: EngineConfig, tokens: Sequence[int], *, aligned: 
     def make(model: Any, tensors: Any, cache: KvCache, _limit: int, _context: int) -> Runner:
         return PaddedRunner(model, tensors, cache, layout, aligned=aligned)
 
-    return Way("aligned" if aligned else "padded", layout.shape(model, config.block_size), make)
+    return RunnerChoice("aligned" if aligned else "padded", layout.shape(model, config.block_size), make)
 
 
 def measure(
-    model: Any, way: Way, sequences: Sequence[Sequence[int]], wanted: Sequence[torch.Tensor]
+    model: Any, choice: RunnerChoice, sequences: Sequence[Sequence[int]], wanted: Sequence[torch.Tensor]
 ) -> ExactnessDifference:
-    """How far a runner's log-probs of these sequences are from the wanted ones."""
-    found = logprobs(model, way, sequences)
+    """Compare a runner's log-probs of these sequences with the wanted ones."""
+    found = logprobs(model, choice, sequences)
     ours = [torch.stack(list(rows.values())) for rows in found]
     plain = [rows[list(at)] for rows, at in zip(wanted, found, strict=True)]
     return exactness.difference(ours, plain, model)
 
 
-def logprobs(model: Any, way: Way, sequences: Sequence[Sequence[int]]) -> list[dict[int, torch.Tensor]]:
-    """For each sequence, the log-probs after the tokens at some positions: the end of its prompt and all behind it."""
-    blocks = way.shape.blocks(max(map(len, sequences)))
-    cache = KvCache(way.shape, way.shape.block_bytes * blocks * len(sequences), model.device)
+def logprobs(model: Any, choice: RunnerChoice, sequences: Sequence[Sequence[int]]) -> list[dict[int, torch.Tensor]]:
+    """Return, for each sequence, the log-probs after the last token of its prompt and after all later tokens."""
+    blocks = choice.shape.blocks(max(map(len, sequences)))
+    cache = KvCache(choice.shape, choice.shape.block_bytes * blocks * len(sequences), model.device)
     limit = sum(map(len, sequences))
     rows = TokenRows(limit, len(sequences), blocks)
-    # Blocks of different sequences lie between each other.
+    # The blocks of the sequences are interleaved.
     for index in range(len(sequences)):
         rows.table[index] = [index + len(sequences) * block for block in range(blocks)]
     tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    runner = way.make(model, tensors, cache, limit, max(map(len, sequences)))
+    runner = choice.make(model, tensors, cache, limit, max(map(len, sequences)))
     found: list[dict[int, torch.Tensor]] = [{} for _ in sequences]
     done = [0] * len(sequences)
-    for parts in _passes([len(sequence) for sequence in sequences]):
-        last = _lay_rows(rows, parts, done, sequences)
+    for chunks in _passes([len(sequence) for sequence in sequences]):
+        last = _fill_rows(rows, chunks, done, sequences)
         logits = runner.forward(rows, torch.get_num_threads(), False)
-        for place, (index, at) in enumerate(last):
-            found[index][at] = logits[place].float().log_softmax(-1)
+        for row, (index, at) in enumerate(last):
+            found[index][at] = logits[row].float().log_softmax(-1)
     return found
 
 
 def _passes(lengths: list[int]) -> list[list[tuple[int, int]]]:
-    """The (sequence, new tokens) of each forward pass; decoding sequences first, as in the engine."""
+    """Return the (sequence, new tokens) of each forward pass; decoding sequences come first, as in the engine."""
     prefilled = [min(some, length) for some, length in zip(_PREFILLED, lengths, strict=True)]
     chunk = min(_CHUNK, prefilled[0])
     left = [length - some for length, some in zip(lengths, prefilled, strict=True)]
@@ -164,13 +169,13 @@ def _passes(lengths: list[int]) -> list[list[tuple[int, int]]]:
     return passes
 
 
-def _lay_rows(
-    rows: TokenRows, parts: list[tuple[int, int]], done: list[int], sequences: Sequence[Sequence[int]]
+def _fill_rows(
+    rows: TokenRows, chunks: list[tuple[int, int]], done: list[int], sequences: Sequence[Sequence[int]]
 ) -> list[tuple[int, int]]:
-    """Fill the buffers and count the tokens as done; the (sequence, position) of the rows that get logits."""
+    """Fill the buffers and advance `done`; return the (sequence, position) of the rows that get logits."""
     count = 0
     last: list[tuple[int, int]] = []
-    for index, size in parts:
+    for index, size in chunks:
         start, end = done[index], done[index] + size
         rows.token[count : count + size] = sequences[index][start:end]
         rows.position[count : count + size] = range(start, end)

@@ -1,7 +1,7 @@
 """The memory of the KV cache, on the device and on the host.
 
-Layout: [block, layer, key or value, token in block, kv head, head dim]. A block is one piece of memory, so it moves by
-one copy whether it goes to the host, to another block or into a bundle.
+Layout: [block, layer, key or value, token in block, kv head, head dim]. A block is contiguous, so one copy moves it to
+the host, to another block or into a bundle.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class KvShape(NamedTuple):
-    """What one token's KV looks like, and in which blocks it lies."""
+    """Dimensions of the KV of one token, and of a block."""
 
     layers: int
     kv_heads: int
@@ -32,12 +32,12 @@ class KvShape(NamedTuple):
 
     @classmethod
     def of(cls, model: Any, block_size: int) -> KvShape:
-        """The shape that a causal LM of `transformers` needs."""
+        """Return the shape that a causal LM of `transformers` needs."""
         config = model.config.get_text_config()
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
         if not kinds <= {"full_attention", "sliding_attention"}:
-            strange = ", ".join(sorted(kinds - {"full_attention", "sliding_attention"}))
-            raise ModelError(f"the built-in engine does not serve models with {strange} layers")
+            unsupported = ", ".join(sorted(kinds - {"full_attention", "sliding_attention"}))
+            raise ModelError(f"the built-in engine does not serve models with {unsupported} layers")
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         dtype = str(model.dtype).removeprefix("torch.")
@@ -54,12 +54,12 @@ class KvShape(NamedTuple):
         return int(np.prod(self.block)) * size
 
     def blocks(self, tokens: int) -> int:
-        """Blocks that hold so many tokens."""
+        """Return the number of blocks that hold this many tokens."""
         return -(-tokens // self.block_size)
 
 
 class KvCache:
-    """All blocks of one engine, within a hard cap."""
+    """All blocks of one engine, within a hard cap on memory."""
 
     def __init__(self, shape: KvShape, cap: int, device: torch.device) -> None:
         self.shape = shape
@@ -80,11 +80,11 @@ class KvCache:
         return len(self.data)
 
     def copy(self, source: int, target: int) -> None:
-        """The whole of one block into another."""
+        """Copy one block into another."""
         _copy(self.data[source], self.data[target])
 
     def gather(self, blocks: Sequence[int], tokens: int, out: torch.Tensor) -> None:
-        """The first `tokens` tokens of these blocks into `out`; what lies behind them is zero."""
+        """Copy the first `tokens` tokens of these blocks into `out`, and fill the rest with zeros."""
         for index, block in enumerate(blocks):
             _copy(self.data[block], out[index])
         used = tokens % self.shape.block_size
@@ -92,26 +92,26 @@ class KvCache:
             out[len(blocks) - 1, :, :, used:].zero_()
 
     def scatter(self, source: torch.Tensor, blocks: Sequence[int]) -> None:
-        """Back into blocks."""
+        """Copy host memory into these blocks."""
         for index, block in enumerate(blocks):
             _copy(source[index], self.data[block])
 
     def copy_all(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Blocks on the host to another place on the host."""
+        """Copy blocks within host memory."""
         _copy(source, target)
 
     def host(self, blocks: int) -> torch.Tensor:
-        """Host memory for so many blocks."""
+        """Return host memory for this many blocks."""
         return torch.empty((blocks, *self.shape.block), dtype=self.data.dtype)
 
     def read(self, memory: memoryview | npt.NDArray[np.uint8], blocks: int) -> torch.Tensor:
-        """Blocks that lie in somebody's memory, as a tensor over that memory."""
+        """Return a tensor over memory that holds blocks, for instance that of a bundle."""
         flat = torch.frombuffer(memory, dtype=torch.uint8, count=blocks * self.shape.block_bytes)
         return flat.view(self.data.dtype).view((blocks, *self.shape.block))
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    """One piece of memory to another; on the CPU in this thread, since waking others costs more than it saves."""
+    """Copy contiguous memory; on the CPU in this thread, since waking other threads costs more than it saves."""
     if source.device.type == target.device.type == "cpu":
         ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
     else:
@@ -119,13 +119,13 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def _lazy_memory(size: int) -> mmap.mmap:
-    """Memory that costs nothing before it is used, in large pages where the system has them."""
+    """Return memory that costs nothing before it is used, in large pages where the system has them."""
     if not hasattr(mmap, "MAP_PRIVATE"):
         return mmap.mmap(-1, size)
-    # Private: the system gives large pages and cheap first touches to private memory only.
+    # Private: the system gives large pages and cheap first touches only to private memory.
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        # Not every kernel has them; it is a hint, and all works without.
+        # Not every kernel supports them; this is a hint.
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory

@@ -1,16 +1,16 @@
-"""Running a causal LM that has attention of its own, through a dense cache of keys and values, as `generate` does.
+"""Runs a causal LM with its own attention, through a dense cache of keys and values, as `generate` does.
 
-Modules that do not call the attention interface, or whose keys and values have shapes of their own (latent attention,
-attention sinks), are run by the cache interface of `transformers` instead. The paged cache stays the place where keys
-and values live; for each forward pass those of some sequences are gathered into a dense cache, padded on the left and
-masked, and what the module adds is written back.
+Modules that do not call the attention interface, or whose keys and values have unusual dimensions (latent attention,
+attention sinks), are run through the cache interface of `transformers` instead. Keys and values stay in the paged
+cache; for each forward pass those of some sequences are gathered into a dense cache, padded on the left and masked, and
+what the module adds is written back.
 
 Invariants:
-- new tokens are never padded: sequences that decode go through the module together, a chunk of a prompt goes alone.
-  Modules that do not take positions from their caller get sequences of equal length only (`aligned`), and no padding;
-- padding is zero and masked: memory that was never written, or is somebody's leftover, is not read.
+- new tokens are never padded: decoding sequences go through the module together, a chunk of a prompt goes alone.
+  Modules that do not accept positions get only sequences of equal length (`aligned`), and no padding;
+- padding is zero and masked: memory that was never written, or that belongs to another request, is not read.
 
-Gathering costs as much memory traffic as the attention itself, so `generic` is preferred where it is exact.
+Gathering costs as much memory traffic as the attention itself, so `torch_runner` is preferred where it is exact.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class LayerShape(NamedTuple):
-    """Keys and values of one token in one layer."""
+    """Dimensions of the keys and values of one token in one layer."""
 
     heads: int
     key: int
@@ -45,14 +45,14 @@ class LayerShape(NamedTuple):
 
 
 class DenseLayout(NamedTuple):
-    """What a module keeps in its cache. A layer may keep nothing, where it uses the keys and values of another."""
+    """What a module keeps in its cache. A layer that uses the keys and values of another keeps nothing."""
 
     layers: tuple[LayerShape | None, ...]
 
     @classmethod
     @torch.no_grad()
     def of(cls, model: Any, tokens: list[int]) -> DenseLayout:
-        """As seen in a forward pass over a few tokens."""
+        """Return the layout that a forward pass over a few tokens shows."""
         module = shared_copy(model)
         module.eval()
         cache = DynamicCache()
@@ -77,14 +77,14 @@ class DenseLayout(NamedTuple):
         return cls(tuple(layers))
 
     def shape(self, model: Any, block_size: int) -> KvShape:
-        """Blocks with room for the largest layer."""
+        """Return the shape of blocks that fit the largest layer."""
         used = [layer for layer in self.layers if layer is not None]
         heads, width = max(layer.heads for layer in used), max(max(layer.key, layer.value) for layer in used)
         return KvShape(len(self.layers), heads, width, block_size, str(model.dtype).removeprefix("torch."))
 
 
 class PaddedRunner:
-    """One version's weights in a copy of the module; parameters are shared with the source of the weights."""
+    """The weights of one version in a copy of the module, which shares parameters with the source of the weights."""
 
     stretches = False
     small = False
@@ -108,13 +108,13 @@ class PaddedRunner:
 
     @torch.no_grad()
     def forward(self, rows: TokenRows, threads: int, record_experts: bool) -> torch.Tensor:  # noqa: ARG002
-        """The module over the rows, a few sequences at a time."""
+        """Run the module over the rows, a few sequences at a time."""
         self._record = record_experts and bool(self._routers)
         wanted = rows.logit_row[: rows.logit_count]
         logits: torch.Tensor | None = None
         for starts, length in _calls(rows, aligned=self._aligned):
             at = starts[:, None] + np.arange(length)
-            # Of a chunk usually only the last token has logits, if any.
+            # Usually only the last token of a chunk has logits, if any.
             few = self._can_keep and not np.isin(at[:, :-1], wanted).any()
             found = self._call(rows, at, {"logits_to_keep": 1} if few else {}).flatten(0, 1).float()
             if logits is None:
@@ -127,15 +127,15 @@ class PaddedRunner:
         return logits
 
     def decode(self, batch: DecodeBatch, rows: npt.NDArray[np.int64], steps: int, threads: int) -> int:
-        raise NotImplementedError("the module is called once a step")
+        raise NotImplementedError("the module is called once per step")
 
     def experts(self) -> npt.NDArray[np.int16]:
-        """The experts of the last recorded pass."""
+        """Return the experts of the last recorded pass."""
         return self._experts
 
     @contextlib.contextmanager
     def computing_in(self, cache: KvCache) -> Iterator[None]:
-        """Keys and values are kept in another cache."""
+        """Let keys and values go to another cache meanwhile."""
         usual, self._cache = self._cache, cache
         try:
             yield
@@ -143,7 +143,7 @@ class PaddedRunner:
             self._cache = usual
 
     def _call(self, rows: TokenRows, at: npt.NDArray[np.int64], keep: dict[str, Any]) -> torch.Tensor:
-        """One forward pass over the rows [sequences, new tokens]; logits [sequences, new tokens or 1, vocab]."""
+        """Run one forward pass over the rows [sequences, new tokens]; return [sequences, new tokens or 1, vocab]."""
         starts, length = at[:, 0], at.shape[1]
         past = rows.position[starts].astype(np.int64)
         longest = int(past.max())
@@ -153,7 +153,7 @@ class PaddedRunner:
         real = np.maximum(positions, 0)
         table = rows.table[rows.sequence[starts][:, None], real // size].astype(np.int64)
         block, offset, mask = (self._to(array) for array in (table, real % size, positions >= 0))
-        cache = self._lend(block[:, :longest], offset[:, :longest], ~mask[:, :longest]) if longest else DynamicCache()
+        cache = self._gather(block[:, :longest], offset[:, :longest], ~mask[:, :longest]) if longest else DynamicCache()
         given: dict[str, Any] = {"position_ids": self._to(positions[:, longest:])} if self._takes_positions else {}
         self._routed.clear()
         result = self._module(
@@ -164,13 +164,13 @@ class PaddedRunner:
             **given,
             **keep,
         )
-        self._take_back(cache, block[:, longest:], offset[:, longest:])
+        self._write_back(cache, block[:, longest:], offset[:, longest:])
         if self._record:
             self._keep_experts(rows.count, at.ravel())
         logits: torch.Tensor = result.logits
         return logits
 
-    def _lend(self, block: torch.Tensor, offset: torch.Tensor, hidden: torch.Tensor) -> DynamicCache:
+    def _gather(self, block: torch.Tensor, offset: torch.Tensor, hidden: torch.Tensor) -> DynamicCache:
         cache = DynamicCache()
         for index, layer in enumerate(self._layout.layers):
             if layer is None:
@@ -184,10 +184,10 @@ class PaddedRunner:
             cache.update(keys, values, index)
         return cache
 
-    def _take_back(self, cache: DynamicCache, block: torch.Tensor, offset: torch.Tensor) -> None:
-        """What the module added."""
+    def _write_back(self, cache: DynamicCache, block: torch.Tensor, offset: torch.Tensor) -> None:
+        """Copy the keys and values that the module added into the paged cache."""
         new = block.shape[1]
-        held: Any  # a layer of any kind, as its annotation says; `DenseLayout` has seen keys and values in it
+        held: Any  # annotated as a layer of any kind; `DenseLayout` has checked that it has keys and values
         for index, (layer, held) in enumerate(zip(self._layout.layers, cache.layers, strict=True)):
             if layer is None:
                 continue
@@ -214,12 +214,12 @@ class PaddedRunner:
 
 
 def _calls(rows: TokenRows, *, aligned: bool) -> list[tuple[npt.NDArray[np.int64], int]]:
-    """(first rows, new tokens of each): sequences with one new token by similar length, or by equal length if
-    they shall be aligned; the others one by one."""
+    """Return the calls as (first rows, new tokens of each): sequences with one new token by similar length, or by equal
+    length if `aligned`; the others one by one."""
     sequence = rows.sequence[: rows.count]
     starts = np.flatnonzero(np.r_[True, sequence[1:] != sequence[:-1]])
     lengths = np.diff(np.r_[starts, rows.count])
-    calls = [(starts[place : place + 1], int(lengths[place])) for place in np.flatnonzero(lengths > 1)]
+    calls = [(starts[at : at + 1], int(lengths[at])) for at in np.flatnonzero(lengths > 1)]
     single = starts[lengths == 1]
     single = single[np.argsort(rows.position[single], kind="stable")]
     start = 0

@@ -1,9 +1,9 @@
-"""Prompts that several waiting requests have in common: computed once, by the first of them, then shared.
+"""Prompts that several waiting requests have in common: the first of them computes the prompt, the others share it.
 
 Invariants:
-- an entry is keyed by slot, by how often that slot has been loaded, and by the tokens, so nothing computed under other
-  weights is ever found;
-- an entry lives while a request with its prompt waits; it holds the prompt's blocks from when they are computed.
+- an entry is keyed by slot, by the number of loads of that slot, and by the tokens, so KV that was computed with other
+  weights is never found;
+- an entry exists while a request with its prompt waits; it holds the prompt's blocks once they are computed.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ class PrefixKey(NamedTuple):
     slot: int
     load: int
     records: bool
-    """Experts are recorded: those who want them share with each other only."""
+    """Experts are recorded; such requests share only with each other."""
     tokens: tuple[int, ...]
 
 
 class SharedPrefix:
-    """One prompt and who waits for it."""
+    """One prompt, and the requests that wait for it."""
 
     __slots__ = ("blocks", "donor", "experts", "waiting")
 
     def __init__(self) -> None:
         self.waiting = 0
-        """Requests that have not started yet."""
+        """Number of requests that have not started yet."""
         self.donor: Sequence | None = None
-        """Computes the prompt now."""
+        """The sequence that computes the prompt now."""
         self.blocks: list[int] | None = None
-        """Held here once computed."""
+        """Blocks of the computed prompt, held by this entry."""
         self.experts: Any = None
-        """Those that the prompt's tokens went through, if recorded."""
+        """Experts of the prompt's tokens, if recorded."""
 
 
 class PrefixSharing:
-    """All prompts that somebody waits for."""
+    """All prompts that requests wait for."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -52,11 +52,11 @@ class PrefixSharing:
         return len(self._entries)
 
     def join(self, key: PrefixKey) -> None:
-        """One more request waits with this prompt."""
+        """Count one more waiting request with this prompt."""
         self._entries.setdefault(key, SharedPrefix()).waiting += 1
 
     def leave(self, key: PrefixKey) -> None:
-        """A request with this prompt has started or is gone."""
+        """Count one less: a request with this prompt has started or is gone."""
         entry = self._entries.get(key)
         if entry is None:
             return
@@ -65,28 +65,28 @@ class PrefixSharing:
             self._drop(key, entry)
 
     def busy(self, key: PrefixKey) -> bool:
-        """Somebody is computing it: waiting for that is cheaper than computing it twice."""
+        """Return whether a sequence computes the prompt now: waiting for it is cheaper than computing it twice."""
         entry = self._entries.get(key)
         return entry is not None and entry.donor is not None and entry.blocks is None
 
     def blocks(self, key: PrefixKey) -> list[int] | None:
-        """The computed prompt's blocks, if they are there."""
+        """Return the blocks of the computed prompt, if it is computed."""
         entry = self._entries.get(key)
         return None if entry is None else entry.blocks
 
     def experts(self, key: PrefixKey) -> Any:
-        """The experts of the computed prompt, if recorded."""
+        """Return the experts of the computed prompt, if recorded."""
         entry = self._entries.get(key)
         return None if entry is None else entry.experts
 
     def begin(self, key: PrefixKey, donor: Sequence) -> None:
-        """This request computes the prompt for all."""
+        """Let this sequence compute the prompt for all."""
         entry = self._entries.get(key)
         if entry is not None and entry.blocks is None:
             entry.donor = donor
 
     def computed(self, key: PrefixKey, donor: Sequence, blocks: list[int]) -> None:
-        """The donor has computed the prompt: hold its blocks for those who wait."""
+        """Hold the blocks of the prompt, which its donor has computed, for the waiting requests."""
         entry = self._entries.get(key)
         if entry is not None and entry.donor is donor and entry.blocks is None:
             self._pool.share(blocks)
@@ -95,13 +95,13 @@ class PrefixSharing:
             entry.donor = None
 
     def lost(self, key: PrefixKey, donor: Sequence) -> None:
-        """The donor went before it was done: the next one computes the prompt."""
+        """Forget a donor that left before it was done; the next request computes the prompt."""
         entry = self._entries.get(key)
         if entry is not None and entry.donor is donor:
             entry.donor = None
 
-    def let_go(self) -> bool:
-        """Give the blocks of one computed prompt back, for want of memory; those who wait compute it again."""
+    def release_one(self) -> bool:
+        """Release the blocks of one computed prompt, to free memory; waiting requests compute it again."""
         for entry in self._entries.values():
             if entry.blocks is not None:
                 self._pool.release(entry.blocks)
@@ -110,7 +110,7 @@ class PrefixSharing:
         return False
 
     def held(self) -> list[list[int]]:
-        """The blocks held here, prompt by prompt."""
+        """Return the held blocks of each prompt."""
         return [entry.blocks for entry in self._entries.values() if entry.blocks is not None]
 
     def _drop(self, key: PrefixKey, entry: SharedPrefix) -> None:

@@ -1,8 +1,8 @@
-"""Log-probs of given tokens, computed by a runner in the way that it serves.
+"""Computes the log-probs of given tokens with a runner, in the way in which it serves requests.
 
-All sequences form one batch: their beginnings are prefilled together, then the last tokens of each come one by one, as
-decode steps, over the paged KV of those before. The KV lies in a cache made for this and forgotten afterwards, so
-running requests are not touched, and a full cache is no obstacle.
+All sequences form one batch: their beginnings are prefilled together, then the last tokens of each are computed one by
+one, as decode steps, over the paged KV of the earlier tokens. The KV is in a temporary cache, so running requests are
+not affected, and a full cache is no obstacle.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Prober:
-    """Compares what runners of an engine compute with what the trainer published."""
+    """Compares the log-probs that runners of an engine compute with those that the trainer published."""
 
     def __init__(self, model: Any, shape: KvShape, *, limit: int, context: int, tolerance: float | None) -> None:
         self._shape = shape
@@ -34,7 +34,7 @@ class Prober:
         self._tolerance = tolerance
 
     def check(self, runner: Runner, probe: Probe, slot: SlotId, version: Version, threads: int) -> ProbeResult:
-        """How far they are apart; too far is a `ProbeError`."""
+        """Return the difference; one above the tolerance is a `ProbeError`."""
         sequences = probe.within(self._context)
         found = logprobs(runner, self._shape, self._device, sequences, limit=self._limit, threads=threads)
         return probe.compare(
@@ -63,10 +63,10 @@ def logprobs(
     threads: int = 1,
     decoded: int = DECODED,
 ) -> list[npt.NDArray[np.float32]]:
-    """For each sequence the model's log-probs (temperature 1) of all its tokens but the first.
+    """Return, for each sequence, the model's log-probs (temperature 1) of all its tokens but the first.
 
-    `limit` is the most rows that the runner can take at once; `decoded` tokens at the end of each sequence are computed
-    one by one. The last token of a sequence is not computed: nothing is asked of what comes after it.
+    `limit` is the most rows that the runner takes at once; the last `decoded` tokens of each sequence are computed one
+    by one. The last token of a sequence is not computed, since no log-prob depends on it.
     """
     inputs = [len(sequence) - 1 for sequence in sequences]
     assert min(inputs) >= 1, "a sequence needs a token that predicts and one that is predicted"
@@ -80,21 +80,21 @@ def logprobs(
     found = [np.zeros(count, dtype=np.float32) for count in inputs]
     with runner.computing_in(cache):
         for part in _passes(inputs, decoded, limit):
-            targets = _lay(rows, part, sequences)
+            targets = _fill_rows(rows, part, sequences)
             logits = runner.forward(rows, threads, False)
-            said = logits.log_softmax(-1).gather(1, targets.to(logits.device)[:, None])[:, 0].cpu().numpy()
-            for row, value in zip(part, said, strict=True):
+            values = logits.log_softmax(-1).gather(1, targets.to(logits.device)[:, None])[:, 0].cpu().numpy()
+            for row, value in zip(part, values, strict=True):
                 found[row.sequence][row.position] = value
     return found
 
 
 def _passes(inputs: Sequence[int], decoded: int, limit: int) -> Iterator[list[_Row]]:
-    """Which tokens are computed together: the beginnings (in chunks, if they are many), then one step at a time."""
+    """Return the rows of each pass: the beginnings (in chunks, if they are many), then one decode step at a time."""
     begin = [max(1, count - decoded) for count in inputs]
-    yield from _chunks([_Row(i, place) for i, count in enumerate(begin) for place in range(count)], limit)
+    yield from _chunks([_Row(i, position) for i, count in enumerate(begin) for position in range(count)], limit)
     for step in range(decoded):
-        places = [(i, start + step) for i, start in enumerate(begin) if start + step < inputs[i]]
-        yield from _chunks([_Row(*place) for place in places], limit)
+        steps = [_Row(i, start + step) for i, start in enumerate(begin) if start + step < inputs[i]]
+        yield from _chunks(steps, limit)
 
 
 def _chunks(rows: list[_Row], limit: int) -> Iterator[list[_Row]]:
@@ -102,8 +102,8 @@ def _chunks(rows: list[_Row], limit: int) -> Iterator[list[_Row]]:
         yield rows[start : start + limit]
 
 
-def _lay(rows: TokenRows, part: list[_Row], sequences: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Fill the buffers of a pass in which every row has its logits; gives the tokens that shall be predicted."""
+def _fill_rows(rows: TokenRows, part: list[_Row], sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Fill the buffers of a pass in which every row has logits; return the tokens to predict."""
     count = len(part)
     rows.count = rows.logit_count = count
     rows.token[:count] = [sequences[row.sequence][row.position] for row in part]

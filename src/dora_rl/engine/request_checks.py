@@ -1,4 +1,4 @@
-"""What every engine asks of a request, and how a stop string is found."""
+"""Checks that every engine makes of a request, and the search for stop strings."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def check_request(request: Request, *, vocab: int, context: int, tokenizer: Any)
         )
     if len(request.response) >= request.sampling.max_tokens:
         raise PromptError(f"the response of trajectory {request.trajectory} already has max_tokens")
-    strange = next((token for token in tokens if not 0 <= token < vocab), None)
-    if strange is not None:
+    unknown = next((token for token in tokens if not 0 <= token < vocab), None)
+    if unknown is not None:
         raise PromptError(
-            f"trajectory {request.trajectory} contains the token id {strange}, but the vocabulary ends at {vocab - 1}"
+            f"trajectory {request.trajectory} contains the token id {unknown}, but the vocabulary ends at {vocab - 1}"
         )
 
 
-def reach(stops: Sequence[str]) -> int:
-    """Tokens at the end of a response that a stop string may lie in."""
+def stop_window(stops: Sequence[str]) -> int:
+    """Return how many tokens at the end of a response may contain a stop string."""
     # A token may stand for less than a character, never for less than a byte.
     return max(len(stop.encode()) for stop in stops) + 8
 
 
-def says_stop(tail: Sequence[int], stops: Sequence[str], tokenizer: Any) -> bool:
-    """The end of a response contains one of the stop strings."""
+def contains_stop(tail: Sequence[int], stops: Sequence[str], tokenizer: Any) -> bool:
+    """Return whether these tokens, the end of a response, contain one of the stop strings."""
     text = tokenizer.decode(list(tail))
     return any(stop in text for stop in stops)

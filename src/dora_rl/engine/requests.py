@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out of it."""
+"""What goes into an engine and what comes out of it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Sampling(Record, frozen=True, kw_only=True):
     """Part of the key of the random numbers, with the trajectory and the position."""
 
     def check(self, vocab: int) -> None:
-        """Refuse what can't be sampled with."""
+        """Refuse settings that can't be sampled with."""
         if self.max_tokens < 1:
             raise SamplingError(f"max_tokens must be at least 1, not {self.max_tokens}")
         if not 0 <= self.temperature < float("inf"):
@@ -56,19 +56,19 @@ class Sampling(Record, frozen=True, kw_only=True):
 
 
 class Request(Record, frozen=True, kw_only=True):
-    """One trajectory to generate, or to go on with from its tokens."""
+    """One trajectory to generate, or to continue from its tokens."""
 
     trajectory: TrajectoryId
     attempt: Attempt = 0
     version: Version
     prompt: tuple[int, ...]
     response: tuple[int, ...] = ()
-    """Tokens already sampled, for a request that goes on after its KV was lost."""
+    """Tokens already sampled, for a request that continues after its KV was lost."""
     sampling: Sampling = Sampling()
     parks: bool = False
-    """After a stop it waits, with its KV, for what its environment says; `extend` or `end` goes on with it."""
+    """After a stop the request waits, with its KV, for its environment; `extend` resumes it and `end` ends it."""
     record_experts: bool = False
-    """Report which experts each token went through (mixture-of-experts models)."""
+    """Report the experts of each token (mixture-of-experts models)."""
 
     def length_limit(self, context: int) -> int:
         """The most tokens of prompt and response together, in an engine with this context."""
@@ -81,11 +81,11 @@ class FinishReason(StrEnum):
     STOP = "stop"
     """A stop id or a stop string."""
     LENGTH = "length"
-    """`max_tokens` are there."""
+    """The response has `max_tokens`."""
     CONTEXT = "context"
     """Prompt and response fill the context."""
     FAILED = "failed"
-    """The model gave no usable numbers for it."""
+    """The model's logits are not finite numbers."""
 
 
 class Finished(Record, frozen=True, kw_only=True):
@@ -101,7 +101,7 @@ class Finished(Record, frozen=True, kw_only=True):
 
 
 class StepOutput(Record, frozen=True, kw_only=True):
-    """What one step of the engine gave."""
+    """The result of one step of an engine."""
 
     chunks: tuple[TokenChunk, ...] = ()
     """New tokens, in order for each trajectory."""

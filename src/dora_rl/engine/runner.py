@@ -1,8 +1,8 @@
-"""The seam between scheduling and numbers: a runner computes the logits of rows with the weights of one version.
+"""The interface between scheduling and computing: a runner computes the logits of rows with the weights of one version.
 
-Three runners stand behind it: `native.runner` for the model families that the C++ kernels know, `generic` for modules
-that call the attention interface of `transformers`, and `padded` for those that have attention of their own. All keep
-their keys and values in the same paged cache; `choice` says which of them serves a model.
+There are three runners: `cpu_kernels.runner` for the model families that the C++ kernels support, `torch_runner` for
+modules that call the attention interface of `transformers`, and `padded_runner` for modules with their own attention.
+All keep their keys and values in the same paged cache; `kernel_choice` decides which of them serves a model.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ if TYPE_CHECKING:
 
 
 class Runner(Protocol):
-    """A version's weights, ready to compute."""
+    """The weights of one version, ready to compute."""
 
     stretches: bool
-    """It has `decode`."""
+    """Whether the runner implements `decode`."""
     small: bool
-    """Its weights are near whoever computes: rows need not share them to be fast."""
+    """Whether the weights fit into a core's cache, so that rows need not share a pass over them to be fast."""
 
     def forward(self, rows: TokenRows, threads: int, record_experts: bool) -> torch.Tensor:
-        """Logits [logit_count, vocab] in float32, valid until the next call; the rows' KV is written."""
+        """Write the KV of the rows; return logits [logit_count, vocab] in float32, valid until the next call."""
         ...
 
     def decode(self, batch: DecodeBatch, rows: npt.NDArray[np.int64], steps: int, threads: int) -> int:
-        """At most so many decode steps for each of these rows of a batch, in one call; the tokens sampled."""
+        """Decode at most `steps` tokens for each of these rows of a batch; return the number of sampled tokens."""
         ...
 
     def experts(self) -> npt.NDArray[np.int16]:
-        """[count, layers, experts used] of the last recorded forward pass."""
+        """Return the experts of the last recorded forward pass, [count, layers, experts used]."""
         ...
 
     def computing_in(self, cache: KvCache) -> AbstractContextManager[None]:
-        """Meanwhile forward passes keep their KV in another cache of the same shape. Not while it serves."""
+        """Let forward passes use another cache of the same shape meanwhile; only before the runner serves."""
         ...
 
 
@@ -52,7 +52,7 @@ MakeRunner = Callable[[Mapping[str, Any]], Runner]
 
 
 def named(model: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """All parameters of the module from a version's tensors; a tied head may be left out of them."""
+    """Return all parameters of the module by name, from a version's tensors; these may leave out a tied head."""
     found: dict[str, Any] = {}
     missing = []
     tied = dict(getattr(model, "all_tied_weights_keys", None) or {})

@@ -1,11 +1,11 @@
-"""Choosing tokens for a whole batch at once.
+"""Samples tokens for a whole batch at once.
 
 Invariants:
 - the random number of a token is a function of (seed, trajectory, position in the response) and of nothing else;
-- truncation is a threshold on probabilities: top-k, then top-p within what is left, then min-p; what ties stays;
+- truncation is a threshold on probabilities: top-k, then top-p within what is left, then min-p; ties are kept;
 - the draw walks the tokens in the order of their ids.
 
-The compiled sampler and the torch one follow the same rules; the second runs on any device.
+The compiled sampler and the torch sampler follow the same rules; the torch sampler runs on any device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Longs = npt.NDArray[np.uint64]
 
 
 class Drawn(NamedTuple):
-    """One token for each row, with its log-probs. Token -1: the logits were not finite."""
+    """One token for each row, with its log-probs. Token -1: the logits are not finite."""
 
     token: npt.NDArray[np.int64]
     logprob: Floats
@@ -38,7 +38,7 @@ class Drawn(NamedTuple):
 class Settings:
     """The sampling parameters of the rows of a batch, as columns."""
 
-    COLUMNS = ("temperature", "top_p", "min_p", "top_k", "seed", "trajectory")
+    COLUMNS = binding.SAMPLING_COLUMNS
 
     def __init__(self, rows: int) -> None:
         self.temperature = np.ones(rows, dtype=np.float32)
@@ -50,7 +50,7 @@ class Settings:
         self.bias: list[dict[int, float]] = [{} for _ in range(rows)]
 
     def put(self, row: int, sampling: Sampling, trajectory: int) -> None:
-        """The parameters of one row."""
+        """Set the parameters of one row."""
         self.temperature[row] = sampling.temperature
         self.top_p[row] = sampling.top_p
         self.min_p[row] = sampling.min_p
@@ -60,14 +60,14 @@ class Settings:
         self.bias[row] = sampling.logit_bias
 
     def swap(self, a: int, b: int) -> None:
-        """Two rows change places."""
+        """Exchange two rows."""
         for name in self.COLUMNS:
             column = getattr(self, name)
             column[a], column[b] = column[b], column[a]
         self.bias[a], self.bias[b] = self.bias[b], self.bias[a]
 
     def part(self, first: int, end: int) -> Settings:
-        """Some rows, as views."""
+        """Return some rows, as views."""
         some = Settings(0)
         for name in self.COLUMNS:
             setattr(some, name, getattr(self, name)[first:end])
@@ -76,14 +76,14 @@ class Settings:
 
 
 def draw(logits: torch.Tensor, settings: Settings, position: Longs, threads: int, use_kernels: bool) -> Drawn:
-    """One token for each row of logits; `settings` has one row for each, `position` is the place in the response."""
+    """Sample one token for each row of logits; `position` is the index of the token in the response."""
     if use_kernels and logits.device.type == "cpu" and compiled() is not None:
         return _draw_native(logits, settings, position, threads)
     return _draw_torch(logits, settings, position)
 
 
 def uniform(seed: Longs, trajectory: Longs, position: Longs) -> npt.NDArray[np.float64]:
-    """Philox4x32 with ten rounds, keyed by the seed, counting (position, trajectory): 53 bits in [0, 1)."""
+    """Return 53 random bits in [0, 1) for each row: Philox4x32-10 of the key `seed` and (position, trajectory)."""
     low, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
     counter = [position & low, position >> shift, trajectory & low, trajectory >> shift]
     key = [seed & low, seed >> shift]
@@ -152,7 +152,7 @@ def _draw_torch(logits: torch.Tensor, settings: Settings, position: Longs) -> Dr
 
 
 def _threshold(weight: Any, settings: Settings, device: torch.device) -> Any:
-    """The lowest weight that stays, for each row."""
+    """Return the lowest weight that is kept, for each row."""
     vocab = weight.shape[1]
     top_k = torch.from_numpy(settings.top_k).to(device).long()[:, None]
     top_p = torch.from_numpy(settings.top_p).to(device).double()[:, None]

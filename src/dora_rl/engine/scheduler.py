@@ -1,18 +1,18 @@
-"""Who runs in the next step, and in which blocks.
+"""Decides which requests run in the next step, and in which blocks.
 
     waiting --admit--> running --finish, abort, export--> gone
                       |   ^   |
-                pre-empt  |  park            (KV in host memory; dropped only when that is full)
+                pre-empt  |  park            (KV goes to host memory; it is dropped only when that is full)
                       v return v
                     swapped <- parked
 
 Invariants:
 - at most `max_requests` run, over all slots; the blocks in use never exceed the pool, the swapped KV never its cap;
-- a parked request rests: it keeps its blocks until others need them, and only then its KV goes to the host;
-- the oldest running request can always go on: it may take the blocks of every newer one, and no request is let in that
-  does not fit alone;
+- a parked request rests: it keeps its blocks until other requests need them, and only then its KV goes to the host;
+- the oldest running request can always continue: it may take the blocks of every newer one, and a request that does not
+  fit alone is never accepted;
 - swapped requests return before waiting ones are admitted;
-- order is that of arrival, so a run repeats.
+- requests are served in order of arrival, so runs are repeatable.
 """
 
 from __future__ import annotations
@@ -54,60 +54,60 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.swapped: list[Sequence] = []
         self.parked: list[Sequence] = []
-        """They wait for their environments."""
+        """Requests that wait for their environments."""
         self.stats = Stats()
         self.host_used = 0
-        self.pressed = False
-        """A request was pre-empted since this was last cleared."""
+        self.preempted = False
+        """Whether a request was pre-empted since this was last cleared."""
         self.loads = [0] * len(batches)
-        """How often each slot has been loaded."""
+        """Number of loads of each slot."""
         self._resting = np.zeros_like(self.pool.holders)
-        """How many hold each block that do not run."""
+        """Number of holders of each block that rest: they are parked or swapped, and still have blocks."""
         self._batches = batches
         self._config = config
         self._report = report
 
-    # Requests come and go.
+    # Arrival and departure of requests.
 
     def enqueue(self, sequence: Sequence) -> None:
-        """Wait for room."""
+        """Let a request wait for room."""
         insort(self.waiting, sequence, key=lambda other: other.arrival)
         self.prompts.join(self._key(sequence))
 
     def drop(self, sequence: Sequence) -> None:
-        """Forget a request wherever it is; its tokens must have been flushed if it runs."""
+        """Forget a request in any state; a running one must have been flushed."""
         if sequence.row >= 0:
             self._batches[sequence.slot].remove(sequence)
         elif sequence in self.swapped:
             self.swapped.remove(sequence)
-            self._stir(sequence)
+            self._stop_resting(sequence)
         elif sequence in self.parked:
             self.parked.remove(sequence)
-            self._stir(sequence)
+            self._stop_resting(sequence)
         else:
             self.waiting.remove(sequence)
             self.prompts.leave(self._key(sequence))
         self._release(sequence)
 
     def flush(self, sequence: Sequence) -> None:
-        """Report what a running sequence has sampled so far."""
+        """Report the tokens that a running sequence has sampled so far."""
         if sequence.row >= 0:
             chunk = self._batches[sequence.slot].flush(sequence)
             if chunk is not None:
                 self._report(chunk)
 
     def requeue(self, sequence: Sequence) -> None:
-        """Back to the waiting ones, without KV."""
+        """Put a request back among the waiting ones, without KV."""
         self.flush(sequence)
         self.drop(sequence)
         sequence.forget_kv()
         self.enqueue(sequence)
 
     def adopt(self, sequence: Sequence) -> None:
-        """A sequence that comes with its KV in `host`: run it now, keep it on the host, or compute it again."""
+        """Accept a sequence that arrives with its KV in `host`: run it, keep it on the host, or drop the KV."""
         assert sequence.host is not None
-        if self._returns(sequence):
-            self._come_back(sequence)
+        if self._can_return(sequence):
+            self._return(sequence)
         elif self.host_used + sequence.host.nbytes <= self._config.host_bytes:
             self.host_used += sequence.host.nbytes
             insort(self.swapped, sequence, key=lambda other: other.arrival)
@@ -117,12 +117,12 @@ class Scheduler:
             self.enqueue(sequence)
 
     def park(self, sequence: Sequence) -> None:
-        """Out of the batch until it is woken."""
+        """Take a request out of the batch until `wake`."""
         if sequence.row >= 0:
             self.flush(sequence)
             self._batches[sequence.slot].remove(sequence)
             self._rest(sequence)
-        elif sequence.host is not None:  # it has come from elsewhere
+        elif sequence.host is not None:  # it has arrived from another engine
             if self.host_used + sequence.host.nbytes > self._config.host_bytes:
                 self.stats.recomputed += 1
                 sequence.forget_kv()
@@ -131,7 +131,7 @@ class Scheduler:
         self.parked.append(sequence)
 
     def wake(self, sequence: Sequence) -> None:
-        """Go on with a parked one."""
+        """Resume a parked request."""
         self.parked.remove(sequence)
         if sequence.host is None and not sequence.blocks:
             self.enqueue(sequence)
@@ -144,20 +144,20 @@ class Scheduler:
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens' worth of blocks in use; what rests makes way for whoever comes."""
+        """Tokens that fit into the blocks in use; blocks that only resting requests hold count as free."""
         return int(np.count_nonzero(self.pool.holders > self._resting)) * self.cache.shape.block_size
 
-    # One step's plan.
+    # The plan of one step.
 
     def plan(self) -> list[list[tuple[Sequence, int]]]:
-        """Blocks for every decoding row, then returns, admissions and prefill: for each slot, chunks to prefill."""
+        """Give decoding rows their blocks, bring back and admit requests; return the prefill chunks of each slot."""
         self._extend_all()
         before = self.running
-        while self.swapped and self._returns(self.swapped[0]):
+        while self.swapped and self._can_return(self.swapped[0]):
             sequence = self.swapped.pop(0)
             if sequence.host is not None:
                 self.host_used -= sequence.host.nbytes
-            self._come_back(sequence)
+            self._return(sequence)
         if not self.swapped:
             self._admit()
         if self.running != before:
@@ -169,16 +169,16 @@ class Scheduler:
             self._extend(batch)
 
     def _extend(self, batch: DecodeBatch) -> None:
-        """Every decoding row gets a block of its own to write into."""
+        """Give every decoding row a block that only it holds to write into."""
         size = self.cache.shape.block_size
         rows = batch.decode_rows()
         position = batch.position[rows]
         held = self.pool.holders[batch.rows.table[rows, position // size]]
-        needy = rows[(position % size == 0) | (held > 1)]
-        for sequence in [batch.sequences[row] for row in needy]:
+        lacking = rows[(position % size == 0) | (held > 1)]
+        for sequence in [batch.sequences[row] for row in lacking]:
             if sequence.row < 0:
                 continue
-            # A plan may come here twice, and blocks may have been taken ahead: what is needed may be there already.
+            # A plan may come here twice, and blocks may have been taken ahead, so the block may exist already.
             index = int(batch.position[sequence.row]) // size
             missing = index == len(sequence.blocks)
             if not missing and self.pool.holders[sequence.blocks[index]] == 1:
@@ -188,31 +188,31 @@ class Scheduler:
             if missing:
                 sequence.blocks.append(self.pool.take())
             elif self.pool.holders[sequence.blocks[index]] > 1:
-                self._own(sequence, index)
+                self._copy_shared(sequence, index)
             batch.set_blocks(sequence)
 
     def look_ahead(self, batch: DecodeBatch, rows: npt.NDArray[np.int64], steps: int) -> bool:
-        """Blocks for so many tokens of these decoding rows; False if they are not to spare without anybody leaving."""
+        """Take blocks for `steps` tokens of these decoding rows; return False if that would pre-empt a request."""
         end = np.minimum(batch.position[rows] + steps - 1, batch.last[rows] - 1)
         needed = end // self.cache.shape.block_size + 1 - batch.held[rows]
-        needy = needed > 0
-        if not self._has(int(needed[needy].sum()) + self.running):
+        lacking = needed > 0
+        if not self._free_resting(int(needed[lacking].sum()) + self.running):
             return False
-        for row, count in zip(rows[needy].tolist(), needed[needy].tolist(), strict=True):
+        for row, count in zip(rows[lacking].tolist(), needed[lacking].tolist(), strict=True):
             sequence = batch.sequences[row]
             sequence.blocks.extend(self.pool.take() for _ in range(count))
             batch.set_blocks(sequence)
         return True
 
     def catch_up(self, batch: DecodeBatch) -> bool:
-        """Blocks to write into also for rows that came to decode after the plan; False if nobody has them to spare."""
-        if not self._has(self.running):
+        """Give blocks to rows that began to decode after the plan; return False if too few blocks are free."""
+        if not self._free_resting(self.running):
             return False
         self._extend(batch)
         return True
 
-    def _own(self, sequence: Sequence, index: int) -> None:
-        """Copy on write: a block becomes its own."""
+    def _copy_shared(self, sequence: Sequence, index: int) -> None:
+        """Copy on write: replace a shared block of a sequence by a copy."""
         shared = sequence.blocks[index]
         sequence.blocks[index] = self.pool.take()
         self.cache.copy(shared, sequence.blocks[index])
@@ -235,7 +235,7 @@ class Scheduler:
             if not self._spare(needed):
                 left += self.waiting[index:]
                 break
-            # Making room may have cost the shared prompt itself.
+            # Making room may have released the shared prompt itself.
             self._start(sequence, key, self.prompts.blocks(key))
         self.waiting = left
 
@@ -252,7 +252,7 @@ class Scheduler:
         self._batches[sequence.slot].add(sequence)
 
     def _chunks(self) -> list[list[tuple[Sequence, int]]]:
-        """Which prompt tokens this step computes, oldest request first."""
+        """Choose the prompt tokens that this step computes, oldest request first."""
         budget = self._config.prefill_chunk
         chunks: list[list[tuple[Sequence, int]]] = [[] for _ in self._batches]
         prefilling = [sequence for batch in self._batches for sequence in batch.sequences[batch.decoding :]]
@@ -265,12 +265,12 @@ class Scheduler:
             if not self._room(needed + shared, sequence):
                 continue
             if shared:
-                self._own(sequence, len(sequence.blocks) - 1)
+                self._copy_shared(sequence, len(sequence.blocks) - 1)
             sequence.blocks.extend(self.pool.take() for _ in range(needed))
             self._batches[sequence.slot].set_blocks(sequence)
             chunks[sequence.slot].append((sequence, count))
             budget -= count
-        # Making room for one may have pre-empted another that already had its chunk.
+        # Making room for one request may have pre-empted another that already had its chunk.
         return [[(sequence, count) for sequence, count in some if sequence.row >= 0] for some in chunks]
 
     def _last_is_shared(self, sequence: Sequence) -> bool:
@@ -278,7 +278,7 @@ class Scheduler:
         return sequence.computed % size != 0 and self.pool.holders[sequence.blocks[-1]] > 1
 
     def prefilled(self, sequence: Sequence, count: int) -> None:
-        """Tokens of a sequence were computed."""
+        """Count the tokens of a sequence that were computed."""
         again = max(0, min(sequence.known, sequence.computed + count) - sequence.computed)
         self.stats.reprefilled += again
         self.stats.prefilled += count - again
@@ -290,33 +290,33 @@ class Scheduler:
     # Memory.
 
     def _spare(self, blocks: int) -> bool:
-        """So many blocks are free, and one more for each running request to grow into."""
+        """Return whether this many blocks are free, and one more for each running request to grow into."""
         running = self.running
-        return self._has(blocks + running) if running else self._pool_has(blocks)
+        return self._free_resting(blocks + running) if running else self._pool_has(blocks)
 
     def _pool_has(self, blocks: int) -> bool:
-        while not self._has(blocks) and self.prompts.let_go():
+        while not self._free_resting(blocks) and self.prompts.release_one():
             pass
         return self.pool.free >= min(blocks, self.pool.count)
 
-    def _has(self, blocks: int) -> bool:
-        """So many blocks are free, after what rests has made way if need be: the longest parked first."""
+    def _free_resting(self, blocks: int) -> bool:
+        """Take blocks of resting requests until this many are free, longest parked first; False if they are too few."""
         while self.pool.free < blocks:
             resting = next((one for one in (*self.parked, *reversed(self.swapped)) if one.blocks), None)
             if resting is None:
                 return False
-            self._make_way(resting)
+            self._free(resting)
         return True
 
-    def _returns(self, sequence: Sequence) -> bool:
+    def _can_return(self, sequence: Sequence) -> bool:
         if self.running >= self._config.max_requests:
             return False
         missing = 0 if sequence.blocks else self.cache.shape.blocks(sequence.computed)
-        # Looking for room may have cost the request its own blocks, and with a full host its KV.
+        # The search for room may have taken the request's own blocks, and with a full host its KV.
         return self._spare(missing + 1) and (bool(sequence.blocks) or missing > 0)
 
-    def _come_back(self, sequence: Sequence) -> None:
-        self._stir(sequence)
+    def _return(self, sequence: Sequence) -> None:
+        self._stop_resting(sequence)
         if sequence.host is not None:
             sequence.blocks = [self.pool.take() for _ in range(len(sequence.host))]
             self.cache.scatter(sequence.host, sequence.blocks)
@@ -324,19 +324,19 @@ class Scheduler:
         self._batches[sequence.slot].add(sequence)
 
     def _rest(self, sequence: Sequence) -> None:
-        """It does not run, and keeps the blocks that have something of it."""
+        """Keep the blocks that contain KV of a sequence that no longer runs, and release the others."""
         kept = self.cache.shape.blocks(sequence.computed)
         self.pool.release(sequence.blocks[kept:])
         del sequence.blocks[kept:]
         self._resting[sequence.blocks] += 1
 
-    def _stir(self, sequence: Sequence) -> None:
-        """Whatever blocks it rests on are no longer for others to take."""
+    def _stop_resting(self, sequence: Sequence) -> None:
+        """Others may no longer take the blocks of this sequence."""
         self._resting[sequence.blocks] -= 1
 
-    def _make_way(self, resting: Sequence) -> None:
-        """Its KV goes to the host; if that is full, it is computed again when the request goes on."""
-        self._stir(resting)
+    def _free(self, resting: Sequence) -> None:
+        """Move the KV of a resting sequence to the host; if that is full, drop it, to be computed again."""
+        self._stop_resting(resting)
         if not self._to_host(resting):
             self._release(resting)
             resting.forget_kv()
@@ -345,24 +345,24 @@ class Scheduler:
                 self.enqueue(resting)
 
     def _room(self, blocks: int, wanting: Sequence) -> bool:
-        """Make so many blocks free by pre-empting newer requests; False if the wanting one itself had to go."""
-        while not self._has(blocks):
+        """Free this many blocks by pre-empting newer requests; return False if `wanting` itself was pre-empted."""
+        while not self._free_resting(blocks):
             others = (one for batch in self._batches for one in batch.sequences if one is not wanting)
             newest = max(others, key=lambda one: one.arrival, default=None)
             if newest is not None and newest.arrival > wanting.arrival:
                 self._preempt(newest)
-            elif self.prompts.let_go():
+            elif self.prompts.release_one():
                 continue
             elif newest is not None:
                 self._preempt(wanting)
                 return False
             else:
-                raise AssertionError("a request was let in that does not fit alone")
+                raise AssertionError("a request was accepted that does not fit alone")
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Out of the batch, KV to the host; dropped only if the host is full."""
-        self.pressed = True
+        """Take a sequence out of the batch and move its KV to the host; drop it only if the host is full."""
+        self.preempted = True
         self.stats.preempted += 1
         self.flush(sequence)
         if self._to_host(sequence):
@@ -371,7 +371,7 @@ class Scheduler:
             self.requeue(sequence)
 
     def _to_host(self, sequence: Sequence) -> bool:
-        """A sequence's KV to the host, out of the batch if it runs; False if there is none or the host is full."""
+        """Move the KV of a sequence to the host; return False if it has none or the host is full."""
         blocks = self.cache.shape.blocks(sequence.computed)
         size = blocks * self.cache.shape.block_bytes
         if not blocks or self.host_used + size > self._config.host_bytes:
@@ -399,7 +399,7 @@ class Scheduler:
         return PrefixKey(sequence.slot, self.loads[sequence.slot], request.record_experts, request.prompt)
 
     def check(self) -> None:
-        """Every block, host byte and row is accounted for."""
+        """Assert that every block, host byte and row is accounted for."""
         self.pool.check()
         holders = np.zeros_like(self.pool.holders)
         for batch in self._batches:
@@ -416,7 +416,7 @@ class Scheduler:
         for sequence in away:
             assert not (sequence.blocks and sequence.host is not None), "a request has its KV twice"
             np.add.at(resting, sequence.blocks, 1)
-        assert (resting == self._resting).all(), "a block rests, or does not, and nobody knows"
-        assert (holders + resting == self.pool.holders).all(), "a block has a holder that nobody knows"
+        assert (resting == self._resting).all(), "the count of resting holders of a block is wrong"
+        assert (holders + resting == self.pool.holders).all(), "a block has a holder that is no known request"
         kept = sum(sequence.host.nbytes for sequence in away if sequence.host is not None)
-        assert kept == self.host_used, f"{self.host_used} bytes of host memory counted, {kept} used"
+        assert kept == self.host_used, f"{self.host_used} bytes of host memory are counted, but {kept} are used"

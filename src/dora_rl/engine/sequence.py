@@ -1,7 +1,8 @@
-"""A request while the engine has it.
+"""A request while the built-in engine has it.
 
-`length` tokens are known (prompt, then response); the KV of the first `computed` of them is there: in `blocks`, or in
-`host` while the sequence is pre-empted. It decodes when only its last token is left to compute, and prefills before.
+`length` tokens are known (prompt, then response), and the KV of the first `computed` of them exists: in `blocks`, or in
+`host` while the sequence is pre-empted. A sequence decodes when only its last token is left to compute; before that it
+prefills.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ class Sequence:
         self.request = request
         self.slot = slot
         self.arrival = arrival
-        """Order among all requests; the newest is pre-empted first."""
+        """Order of arrival among all requests; the newest is pre-empted first."""
         self.limit = limit
-        """Length at which it ends."""
+        """Length at which the response ends."""
         self.version: Version = request.version
         self.fingerprint = fingerprint
         self.prompt_length = len(request.prompt)
@@ -57,7 +58,7 @@ class Sequence:
         self.reported = len(request.response)
         """Response tokens that have been reported."""
         self.computed = 0
-        # At the first attempt there is no former place: what stands in the response is what an environment opened with.
+        # At the first attempt no engine has computed the request: its response is the opening of an environment.
         self.known = self.length - 1 if request.response and request.attempt else 0
         """Tokens whose KV existed once; computing one of them again counts as re-prefill."""
         self.blocks: list[int] = []
@@ -67,26 +68,32 @@ class Sequence:
         self.prompt_experts: npt.NDArray[np.int16] | None = None
         """[prompt - 1, layers, experts used], -1 where not recorded; None if nothing was."""
         self.row = -1
-        """Row in the batch of its slot, or -1."""
+        """Row in the batch of its slot; -1: it does not run."""
 
     @property
     def decodes(self) -> bool:
+        """Whether only the last token is left to compute."""
         return self.computed == self.length - 1
 
     @property
+    def response_length(self) -> int:
+        """Tokens of the response so far."""
+        return self.length - self.prompt_length
+
+    @property
     def response(self) -> Any:
-        """The response so far."""
+        """Tokens of the response, without those that are still in the batch's history."""
         return self.tokens[self.prompt_length : self.length]
 
     def keep_experts(self, experts: npt.NDArray[np.int16]) -> None:
-        """The experts of the tokens that are computed next; those of the prompt but its last token are kept."""
+        """Keep the experts of the next computed tokens, as far as they belong to the prompt without its last token."""
         if self.prompt_experts is None:
             self.prompt_experts = np.full((self.prompt_length - 1, *experts.shape[1:]), -1, dtype=np.int16)
         kept = self.prompt_experts[self.computed : self.computed + len(experts)]
         kept[:] = experts[: len(kept)]
 
     def forget_kv(self) -> None:
-        """Its KV is gone; it will be computed again from the tokens."""
+        """Drop the KV; it will be computed again from the tokens."""
         self.known = max(self.known, self.computed)
         self.computed = 0
         self.host = self.keep_alive = None

@@ -1,11 +1,11 @@
-"""Slots: places for one version's weights each, loaded beside decoding.
+"""Slots of the built-in engine: each holds the weights of one version and is loaded while others decode.
 
 Invariants:
 - a slot serves one version, or none; what it serves changes only between two steps;
-- loading happens in a thread of its own: mapping the file, touching its pages, checking shapes, computing the probe.
-  Decoding goes on meanwhile, in this slot (in-flight update) or in others. Where there is nothing else to do, it is
-  done on the spot;
-- the runner that is probed is the one that will serve; one that differs from the trainer never does.
+- a separate thread loads: it maps the file, touches its pages, checks the shape of each tensor and computes the probe.
+  Decoding continues meanwhile, in this slot (in-flight update) or in others. If there is nothing to decode, the calling
+  thread loads;
+- the runner that is probed is the one that will serve; a runner that differs from the trainer never serves.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STARTING = IdleCause(reason=IdleReason.STARTING)
 
 
 class Loading:
-    """A version on its way into a slot."""
+    """The load of a version into a slot."""
 
     def __init__(
         self,
@@ -56,16 +56,17 @@ class Loading:
         if now:
             self._load(weights, make, threads)
         else:
-            # A thread lets go of its target only when it has run: one that never runs would keep the weights.
+            # Made only where it is started: a thread that never runs keeps its target, and so the weights.
             self._thread = threading.Thread(target=self._load, args=(weights, make, threads), daemon=True)
             self._thread.start()
 
     @property
     def done(self) -> bool:
+        """Whether the load has succeeded or failed."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Until it is done."""
+        """Wait until the load is done."""
         if self._thread is not None:
             self._thread.join()
 
@@ -87,7 +88,7 @@ class Loading:
 
 
 class EngineSlot:
-    """One place for one version."""
+    """Weights of one version, its batch and its account."""
 
     def __init__(self, index: int, batch: DecodeBatch, account: TimeAccount) -> None:
         self.index = index
@@ -98,12 +99,12 @@ class EngineSlot:
         self.runner: Runner | None = None
         self.loading: Loading | None = None
         self.pace: Nanoseconds = 0
-        """How long the decoding of a token took, the last time."""
+        """Time per token in the last decode call."""
         self.idle = STARTING
-        """Why it has nothing to do, when it has nothing; until somebody says why, nobody has asked it for more."""
+        """Why the slot is idle, when it is; `STARTING` until a cause is given."""
 
 
 def _touch(tensor: Any) -> None:
-    """Read a byte of each page, so that the first decode step does not wait for them one by one."""
+    """Read a byte of each page, so that the first decode step does not fault them in one by one."""
     if tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel():
         tensor.view(-1).view(torch.uint8)[::PAGE].sum()

@@ -1,4 +1,4 @@
-"""What an engine counts."""
+"""Counters of a rollout engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, kw_only=True)
 class Stats:
-    """What the engine has done so far, in tokens and times."""
+    """Counters since the engine began: tokens, requests and blocks."""
 
     decoded: int = 0
     prefilled: int = 0

@@ -1,7 +1,7 @@
-"""The tokens of one forward pass, in buffers that are made once.
+"""The tokens of one forward pass, in buffers that are allocated once.
 
-A row is one token of one sequence. Rows of one sequence stand together, in the order of their positions. Decoding
-sequences have one row, prefilling ones several; only rows listed in `logit_row` get logits.
+A row is one token of one sequence. Rows of one sequence are adjacent, in the order of their positions. A decoding
+sequence has one row, a prefilling one has several; only rows listed in `logit_row` get logits.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import numpy as np
 
 
 class TokenRows:
-    """Static buffers for at most `limit` rows, and how many of them are used."""
+    """Static buffers for at most `limit` rows, and the number of rows in use."""
 
     def __init__(self, limit: int, sequences: int, max_blocks: int) -> None:
         self.count = 0
@@ -25,4 +25,5 @@ class TokenRows:
 
     @property
     def limit(self) -> int:
+        """Rows that fit."""
         return len(self.token)

@@ -1,10 +1,10 @@
-"""Running any causal LM of `transformers`: its own module, with our attention plugged in.
+"""Runs any causal LM of `transformers` that calls the attention interface: its own module, with paged attention.
 
-The rows go through the module as one flat sequence with their own positions. The attention function, registered in the
-library's attention interface, writes their keys and values into the paged cache and lets each row attend over its own
-sequence; it gets what it needs as a keyword argument through the module's forward pass, so there is no hidden state.
-On a CPU in float32 the compiled attention does this without padding; elsewhere torch does, on rows sorted by length, so
-that padding stays small.
+The rows go through the module as one flat sequence with explicit positions. The attention function, registered in the
+library's attention interface, writes their keys and values into the paged cache, and each row attends over its own
+sequence. The function gets its inputs as a keyword argument through the module's forward pass, so there is no hidden
+state. On a CPU in float32 the compiled attention computes this without padding; elsewhere torch does, on rows sorted by
+length, so that padding stays small.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ GATHERED_ROWS = 64  # rows whose keys are gathered at once; bounds the memory of
 
 
 class TorchRunner:
-    """One version's weights in a copy of the module; parameters are shared with the source of the weights."""
+    """The weights of one version in a copy of the module, which shares parameters with the source of the weights."""
 
     stretches = False
     small = False
@@ -59,7 +59,7 @@ class TorchRunner:
 
     @torch.no_grad()
     def forward(self, rows: TokenRows, threads: int, record_experts: bool) -> torch.Tensor:
-        """The module over the rows as one flat sequence."""
+        """Run the module over the rows as one flat sequence."""
         self._record = record_experts
         self._paged.begin(rows, threads, self._device)
         count = rows.count
@@ -74,10 +74,10 @@ class TorchRunner:
         return logits
 
     def decode(self, batch: DecodeBatch, rows: npt.NDArray[np.int64], steps: int, threads: int) -> int:
-        raise NotImplementedError("the module is called once a step")
+        raise NotImplementedError("the module is called once per step")
 
     def experts(self) -> npt.NDArray[np.int16]:
-        """The experts of the last recorded pass."""
+        """Return the experts of the last recorded pass."""
         if not self._routed:
             return np.zeros((0, 0, 0), dtype=np.int16)
         layers = [self._routed[index].cpu().numpy().astype(np.int16) for index in range(len(self._routers))]
@@ -85,7 +85,7 @@ class TorchRunner:
 
     @contextlib.contextmanager
     def computing_in(self, cache: KvCache) -> Iterator[None]:
-        """Attention writes to and reads from another cache."""
+        """Let attention use another cache meanwhile."""
         usual, self._paged = self._paged, _Paged(cache, self._context, self._use_kernels)
         try:
             yield
@@ -101,7 +101,7 @@ class TorchRunner:
 
 
 class _Paged:
-    """What attention needs to know of the current forward pass."""
+    """The inputs of attention in the current forward pass."""
 
     def __init__(self, cache: KvCache, context: int, use_kernels: bool) -> None:
         self._cache = cache
@@ -112,7 +112,7 @@ class _Paged:
         self._scores = torch.empty(0)
 
     def begin(self, rows: TokenRows, threads: int, device: torch.device) -> None:
-        """Take note of the rows of a forward pass."""
+        """Set the rows of a forward pass."""
         count, size = rows.count, self._cache.shape.block_size
         position, sequence = rows.position[:count].astype(np.int64), rows.sequence[:count]
         self._rows, self._threads = rows, threads
@@ -122,7 +122,7 @@ class _Paged:
             self._buckets = _buckets(rows, size, device)
 
     def attend(self, layer: int, q: Any, k: Any, v: Any, scale: float, window: int, cap: float) -> Any:
-        """q [rows, heads, dim], k and v [rows, kv heads, dim]: write, then attend; gives [rows, heads, dim]."""
+        """Write k and v [rows, kv heads, dim], then attend with q [rows, heads, dim]; return [rows, heads, dim]."""
         data = self._cache.data
         data[self._block, layer, 0, self._offset] = k
         data[self._block, layer, 1, self._offset] = v
@@ -154,10 +154,10 @@ class _Paged:
             seen = reach <= position[:, None]
             if window:
                 seen &= reach > position[:, None] - window
-            # What lies behind a row's length was never written or is somebody's leftover: not even NaN may leak.
+            # Memory beyond a row's length was never written or belongs to another request: not even NaN may leak.
             hidden = ~seen[:, None, :, None]
             keys, values = (
-                blocks[:, :, part].flatten(1, 2).transpose(1, 2).masked_fill(hidden, 0.0) for part in (0, 1)
+                blocks[:, :, index].flatten(1, 2).transpose(1, 2).masked_fill(hidden, 0.0) for index in (0, 1)
             )
             out[rows] = _plain(q[rows], keys, values, seen, groups, scale, cap)
         return out
@@ -177,7 +177,7 @@ def _plain(q: Any, keys: Any, values: Any, seen: Any, groups: int, scale: float,
 
 
 def _buckets(rows: TokenRows, block_size: int, device: torch.device) -> list[tuple[Any, Any, Any]]:
-    """Rows by similar length, few enough at once that gathering their keys stays small: (rows, tables, positions)."""
+    """Group rows by similar length, few enough that gathering their keys stays small: (rows, tables, positions)."""
     position = rows.position[: rows.count]
     order = np.argsort(position, kind="stable")
     buckets = []
@@ -210,7 +210,7 @@ def is_router(module: Any) -> bool:
 
 
 def with_weights(model: Any, weights: Mapping[str, Any]) -> Any:
-    """A copy of the module whose parameters are these tensors; nothing of the weights is copied."""
+    """Return a copy of the module whose parameters are these tensors; no weight is copied."""
     shared = {id(parameter): parameter for parameter in model.parameters()}
     module = copy.deepcopy(model, shared)
     for name, tensor in weights.items():
@@ -227,7 +227,7 @@ def _attention(
     """The attention function that the module calls: [1, heads, rows, dim] in, [1, rows, heads, dim] out."""
     unknown = [name for name in ("s_aux", "position_bias") if given.get(name) is not None]
     if unknown:
-        raise ModelError(f"the built-in engine does not know attention with {unknown[0]}")
+        raise ModelError(f"the built-in engine does not support attention with {unknown[0]}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     window, cap = given.get("sliding_window") or 0, given.get("softcap") or 0.0

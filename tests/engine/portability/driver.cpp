@@ -61,9 +61,9 @@ Floats in_panels(const float* w, int columns, int depth) {
     return out;
 }
 
-Floats product(int rows, const float* x, const Floats& w, bool turned, int depth, int columns, int threads) {
+Floats product(int rows, const float* x, const Floats& w, bool packed, int depth, int columns, int threads) {
     Floats out(size_t(rows) * columns, NAN), scratch(multiply_floats(depth, threads));
-    multiply(rows, x, w.data(), turned, depth, columns, out.data(), scratch.data(), threads);
+    multiply(rows, x, w.data(), packed, depth, columns, out.data(), scratch.data(), threads);
     return out;
 }
 
@@ -74,7 +74,7 @@ void products() {
     for (auto [depth, columns] : sizes) {
         Random random{uint64_t(depth)};
         const Floats x = random.numbers(size_t(MOST) * depth), w = random.numbers(size_t(columns) * depth);
-        const Floats turned = in_panels(w.data(), columns, depth);
+        const Floats packed = in_panels(w.data(), columns, depth);
         Floats alone;
         for (int m = 0; m < MOST; m++) {
             Floats row = product(1, &x[size_t(m) * depth], w, false, depth, columns, 1);
@@ -90,7 +90,7 @@ void products() {
         check(worst < 1e-6 * depth, "a product is off by " + std::to_string(worst));
         for (int rows = 1; rows <= MOST; rows++)
             for (int kind = 0; kind < 4; kind++) {
-                Floats out = product(rows, x.data(), kind & 1 ? turned : w, kind & 1, depth, columns, 1 + kind / 2);
+                Floats out = product(rows, x.data(), kind & 1 ? packed : w, kind & 1, depth, columns, 1 + kind / 2);
                 check(same(out.data(), alone.data(), out.size()),
                       "product of " + std::to_string(rows) + " rows, depth " + std::to_string(depth) + ", " +
                           (kind & 1 ? "in panels, " : "") + std::to_string(1 + kind / 2) + " threads");
@@ -133,13 +133,13 @@ struct Decoder {
         kept.push_back(random.numbers(count, scale));
         return kept.back().data();
     }
-    const float* matrix(Random& random, int columns, int depth, bool turned) {
+    const float* matrix(Random& random, int columns, int depth, bool packed) {
         kept.push_back(random.numbers(size_t(columns) * depth, 0.3f));
-        if (turned) kept.back() = in_panels(kept.back().data(), columns, depth);
+        if (packed) kept.back() = in_panels(kept.back().data(), columns, depth);
         return kept.back().data();
     }
 
-    Decoder(bool sparse, bool turned) {
+    Decoder(bool sparse, bool packed) {
         Random random{7};
         const int q = HEADS * WIDTH, kv = KV * WIDTH;
         kept.reserve(200);
@@ -147,8 +147,8 @@ struct Decoder {
             Layer l{};
             l.input_norm = weight(random, HIDDEN, 1);
             l.post_norm = weight(random, HIDDEN, 1);
-            l.q = matrix(random, q, HIDDEN, turned), l.k = matrix(random, kv, HIDDEN, turned);
-            l.v = matrix(random, kv, HIDDEN, turned), l.o = matrix(random, HIDDEN, q, turned);
+            l.q = matrix(random, q, HIDDEN, packed), l.k = matrix(random, kv, HIDDEN, packed);
+            l.v = matrix(random, kv, HIDDEN, packed), l.o = matrix(random, HIDDEN, q, packed);
             l.q_bias = weight(random, q, 0.1f), l.k_bias = weight(random, kv, 0.1f), l.v_bias = weight(random, kv, 0.1f);
             l.q_norm = weight(random, WIDTH, 1), l.k_norm = weight(random, WIDTH, 1);
             if (sparse) {
@@ -156,16 +156,16 @@ struct Decoder {
                 l.experts_gate_up = weight(random, size_t(EXPERTS) * 2 * EXPERT_INNER * HIDDEN, 0.3f);
                 l.experts_down = weight(random, size_t(EXPERTS) * HIDDEN * EXPERT_INNER, 0.3f);
             } else {
-                l.gate = matrix(random, INNER, HIDDEN, turned), l.up = matrix(random, INNER, HIDDEN, turned);
-                l.down = matrix(random, HIDDEN, INNER, turned);
+                l.gate = matrix(random, INNER, HIDDEN, packed), l.up = matrix(random, INNER, HIDDEN, packed);
+                l.down = matrix(random, HIDDEN, INNER, packed);
             }
             layers.push_back(l);
         }
         model.layers = LAYERS, model.hidden = HIDDEN, model.heads = HEADS, model.kv_heads = KV, model.head_dim = WIDTH;
-        model.inner = INNER, model.vocab = VOCAB, model.turned = turned, model.eps = 1e-5f, model.scale = 0.25f;
+        model.inner = INNER, model.vocab = VOCAB, model.packed = packed, model.eps = 1e-5f, model.scale = 0.25f;
         if (sparse) model.experts = EXPERTS, model.experts_used = USED, model.expert_inner = EXPERT_INNER, model.norm_topk = 1;
         model.embed = weight(random, size_t(VOCAB) * HIDDEN, 1), model.norm = weight(random, HIDDEN, 1);
-        model.head = matrix(random, VOCAB, HIDDEN, turned);
+        model.head = matrix(random, VOCAB, HIDDEN, packed);
         model.cos = weight(random, size_t(CONTEXT) * WIDTH, 1), model.sin = weight(random, size_t(CONTEXT) * WIDTH, 1);
         model.layer = layers.data();
         for (int s = 0; s < SEQUENCES; s++) {
@@ -211,7 +211,7 @@ struct Serving {
 };
 
 void forwards(bool sparse) {
-    Decoder plain(sparse, false), turned(sparse, true);
+    Decoder plain(sparse, false), packed(sparse, true);
     std::vector<std::vector<Floats>> alone(Decoder::SEQUENCES);
     Digest digest;
     for (int s = 0; s < Decoder::SEQUENCES; s++) {
@@ -224,7 +224,7 @@ void forwards(bool sparse) {
     }
     for (int way = 0; way < 14; way++) {
         Random random{uint64_t(way) + 100};
-        Serving serving(way % 2 ? turned : plain, 1 + way % 3, uint64_t(way));
+        Serving serving(way % 2 ? packed : plain, 1 + way % 3, uint64_t(way));
         std::vector<int> done(Decoder::SEQUENCES);
         for (bool left = true; left;) {
             left = false;
@@ -388,7 +388,7 @@ Spoken speak(const Decoder& d, std::vector<int32_t> chosen, int steps, int threa
 
 void stretches() {
     constexpr int STEPS = Spoken::STEPS;
-    Decoder plain(false, false), turned(false, true);
+    Decoder plain(false, false), packed(false, true);
     Spoken alone{std::vector<int64_t>(), Floats()};
     for (int s = 0; s < Decoder::SEQUENCES; s++) {
         Spoken one = speak(plain, {s}, 1, 1, 1);
@@ -397,7 +397,7 @@ void stretches() {
     }
     for (int steps : {1, 5, STEPS})
         for (int64_t near : {int64_t(1), int64_t(6000), int64_t(1) << 40}) {
-            Spoken all = speak(steps == 5 ? turned : plain, {4, 0, 3, 1, 2}, steps, 1 + steps % 3, near);
+            Spoken all = speak(steps == 5 ? packed : plain, {4, 0, 3, 1, 2}, steps, 1 + steps % 3, near);
             check(all.history == alone.history && same(all.logprobs.data(), alone.logprobs.data(), alone.logprobs.size()),
                   "a stretch of " + std::to_string(steps) + " steps with " + std::to_string(near) + " bytes near");
         }

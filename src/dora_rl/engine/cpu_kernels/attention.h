@@ -1,6 +1,6 @@
 // The paged KV cache and attention over it.
 //
-// Layout: [block][layer][key, value][token in block][kv head][head dim], so that a block is one piece of memory.
+// Layout: [block][layer][key, value][token in block][kv head][head dim], so that a block is contiguous.
 #pragma once
 #include "interface.h"
 #include "vectors.h"
@@ -21,7 +21,7 @@ static void attend(const Cache& cache, int layer, const int32_t* table, int firs
         const float* value = cache.at(table[t / bs], layer, 1) + offset;
         const float* next = t + n <= last ? cache.at(table[t / bs + 1], layer, 0) + kv_head * size : key;
         for (int j = 0; j < n; j += 4) {
-            // A head's part of a token is too short for the machine to guess where the next one lies.
+            // A head's share of a token is too short for the hardware to predict the address of the next one.
             for (int i = j; i < j + 4; i++) {
                 fetch(next + int64_t(i) * stride, size);
                 fetch(value + int64_t(i) * stride, size);

@@ -1,6 +1,6 @@
-"""The kernels' structures as ctypes sees them. Field for field as in interface.h.
+"""The kernels' structs for ctypes, field by field as in interface.h.
 
-A library tells how its compiler has laid them out, and one that differs from this is not used (`mismatch`).
+A library reports how its compiler lays them out; one that differs from these classes is not used (`mismatch`).
 """
 
 from __future__ import annotations
@@ -9,14 +9,16 @@ import ctypes as c
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dora_rl.engine.kv import KvCache
+    from dora_rl.engine.cpu_kernels.inputs import PagedCache
 
 FLOATS = c.c_void_p
 INTS = c.c_void_p
+SAMPLING_COLUMNS = ("temperature", "top_p", "min_p", "top_k", "seed", "trajectory")
+"""Sampling parameters that `Draws` and `Stretch` have a column for."""
 
 
 class Layer(c.Structure):
-    """Weights of one decoder layer; a null pointer is a part that it does not have."""
+    """Weights of one decoder layer; a null pointer is a tensor that the layer does not have."""
 
     _fields_ = tuple(
         (name, FLOATS)
@@ -41,12 +43,12 @@ class Layer(c.Structure):
 
 
 class Model(c.Structure):
-    """Shapes and weights of a decoder."""
+    """Dimensions and weights of a decoder."""
 
     _fields_ = (
         *((name, c.c_int32) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "inner", "vocab")),
         *((name, c.c_int32) for name in ("experts", "experts_used", "expert_inner", "norm_topk", "full_qk_norm")),
-        ("turned", c.c_int32),
+        ("packed", c.c_int32),
         ("eps", c.c_float),
         ("scale", c.c_float),
         *((name, FLOATS) for name in ("embed", "norm", "head", "cos", "sin")),
@@ -55,7 +57,7 @@ class Model(c.Structure):
 
 
 class Cache(c.Structure):
-    """Where the KV blocks lie."""
+    """The memory of the KV blocks."""
 
     _fields_ = (
         ("data", FLOATS),
@@ -63,8 +65,8 @@ class Cache(c.Structure):
     )
 
     @classmethod
-    def of(cls, cache: KvCache) -> Cache:
-        """A cache as the kernels see it; its memory must outlive this."""
+    def of(cls, cache: PagedCache) -> Cache:
+        """Return the struct for a cache, whose memory must outlive it."""
         shape = cache.shape
         sizes = {name: getattr(shape, name) for name in ("block_size", "layers", "kv_heads", "head_dim")}
         return cls(data=cache.data.data_ptr(), **sizes)
@@ -103,12 +105,12 @@ class Stretch(c.Structure):
         *((name, c.c_int32) for name in ("rows", "steps", "width", "stop_ids", "table_stride", "vocab")),
         *(
             (name, INTS)
-            for name in ("chosen", "token", "position", "fill", "last", "place", "stops", "table", "history")
+            for name in ("chosen", "token", "position", "fill", "last", "response_index", "stops", "table", "history")
         ),
         *((name, FLOATS) for name in ("logprobs", "model_logprobs", "temperature", "top_p", "min_p")),
         *((name, INTS) for name in ("top_k", "seed", "trajectory")),
         ("logits", FLOATS),
-        ("near", c.c_int64),
+        ("kv_budget", c.c_int64),
     )
 
 
@@ -116,7 +118,7 @@ STRUCTS: tuple[type[c.Structure], ...] = (Layer, Model, Cache, Rows, Draws, Stre
 
 
 def layout() -> str:
-    """Sizes and offsets of all structures, as the function of this name in interface.h tells them."""
+    """Return sizes and offsets of all structs, in the form of the function of this name in interface.h."""
     lines = []
     for struct in STRUCTS:
         lines.append(f"{struct.__name__} {c.sizeof(struct)}")
@@ -127,7 +129,7 @@ def layout() -> str:
 
 
 def mismatch(library: c.CDLL) -> str:
-    """The first structure or field that lies otherwise in a library than here; empty if none does."""
+    """Return the first struct or field that a library lays out in another way; empty if there is none."""
     theirs, ours = library.layout().decode().splitlines(), layout().splitlines()
     for index in range(max(len(theirs), len(ours))):
         pair = [" ".join(lines[index].split()) if index < len(lines) else "nothing" for lines in (theirs, ours)]
@@ -137,7 +139,7 @@ def mismatch(library: c.CDLL) -> str:
 
 
 def declare(library: c.CDLL) -> c.CDLL:
-    """The library with its functions' types declared."""
+    """Declare the types of the library's functions."""
     library.vector_width.restype = c.c_int
     library.layout.restype = c.c_char_p
     library.panel_columns.restype = c.c_int
@@ -154,7 +156,7 @@ def declare(library: c.CDLL) -> c.CDLL:
         *(c.POINTER(Cache), c.POINTER(Rows), c.c_int, c.c_int, c.c_int, c.c_float, c.c_float),
         *(FLOATS, FLOATS, c.c_int, FLOATS, c.c_int),
     ]
-    library.near_bytes.restype = c.c_int64
+    library.cache_budget.restype = c.c_int64
     library.decode.restype = c.c_int64
     library.decode.argtypes = [c.POINTER(Model), c.POINTER(Cache), c.POINTER(Stretch), FLOATS, c.c_int, c.c_int]
     library.sample.restype = None

@@ -1,14 +1,15 @@
-"""Compiling the kernels for the machine they run on, once, into the user's cache.
+"""Compiles the kernels for the machine that they run on, once, into the user's cache.
 
 Invariants:
-- the library's name is a hash of its sources, its compiler and this processor, so a stale or foreign one is never used;
-- a finished library appears under its name in one step; of processes that want it at once, one compiles it;
-- the compiler contracts no floating-point operations by itself: every rounding is in the sources (see vectors.h);
-- a library whose structs lie otherwise in memory than Python fills them is not used;
-- a machine without a compiler is no error: `library()` gives None and says why, and torch does the work.
+- the name of a library is a hash of its sources, its compiler and this processor, so a stale or foreign one is never
+  used;
+- a finished library appears under its name atomically; if several processes need it, one compiles it;
+- the compiler contracts no floating-point operations on its own: every rounding is in the sources (see vectors.h);
+- a library that lays out its structs in another way than Python fills them is not used;
+- a machine without a compiler is no error: `build()` returns None and the reason, and torch computes instead.
 
-The environment variable DORA_RL_ARCH names another processor to compile for than this one, as `-march=` takes it, and
-CXX another compiler than the first of g++ and clang++ that is found.
+The environment variable DORA_RL_ARCH names another processor to compile for, as `-march=` takes it, and CXX another
+compiler than the first of g++ and clang++ that is found.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ FLAGS = (
     "-fno-math-errno",
     "-ffp-contract=off",
     "-fvisibility=hidden",
-    "-Wno-psabi",  # vectors wider than a register are passed in a way of their own; no caller is compiled apart
+    "-Wno-psabi",  # the ABI for vectors wider than a register may vary; all callers are compiled together
     "-pthread",
     "-fPIC",
 )
@@ -44,13 +45,13 @@ BUILD_SECONDS = 300
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels are kept."""
+    """Return the folder of compiled kernels."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base) / "dora-rl" / "kernels"
 
 
 def build() -> tuple[ctypes.CDLL | None, str]:
-    """The loaded library, or None and the reason."""
+    """Return the loaded library, or None and the reason."""
     compiler = _find_compiler(os.environ.get("CXX", ""), os.environ.get("PATH", ""))
     if not compiler:
         return None, "there is no C++ compiler (g++ or clang++)"
@@ -59,7 +60,7 @@ def build() -> tuple[ctypes.CDLL | None, str]:
 
 @functools.cache
 def build_for(compiler: str, arch: str) -> tuple[ctypes.CDLL | None, str]:
-    """The library by this compiler for this processor, or None and the reason."""
+    """Return the library for this compiler and processor, or None and the reason."""
     flags = (*FLAGS, processor_flag(arch))
     target = cache_folder() / f"{_key(compiler, flags)}.so"
     try:
@@ -72,19 +73,19 @@ def build_for(compiler: str, arch: str) -> tuple[ctypes.CDLL | None, str]:
         wrong = mismatch(loaded)
         return (None, f"{compiler} lays out the kernels' structs in another way: {wrong}") if wrong else (loaded, "")
     except subprocess.CalledProcessError as error:
-        said = error.stderr.strip().splitlines()
-        return None, f"{compiler} failed: {said[0] if said else error.returncode}"
+        messages = error.stderr.strip().splitlines()
+        return None, f"{compiler} failed: {messages[0] if messages else error.returncode}"
     except (OSError, subprocess.TimeoutExpired) as error:
         return None, str(error)
 
 
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels, if this machine can have them."""
+    """Return the compiled kernels, if this machine can compile them."""
     return build()[0]
 
 
 def processor_flag(arch: str) -> str:
-    """What tells g++ and clang++ alike which processor to compile for."""
+    """Return the flag that selects the processor, for g++ and clang++ alike."""
     return "-mcpu=native" if arch == "native" and platform.machine() in ("aarch64", "arm64") else f"-march={arch}"
 
 
@@ -95,7 +96,7 @@ def _find_compiler(chosen: str, path: str) -> str:
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Held by the one process that compiles; where files can't be locked, several compile the same."""
+    """Lock for the process that compiles; where files can't be locked, several processes compile the same library."""
     with path.open("w") as file:
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -120,7 +121,7 @@ def _key(compiler: str, flags: tuple[str, ...]) -> str:
 
 
 def _processor() -> str:
-    """What `-march=native` depends on: a home folder may be shared by machines of different kinds."""
+    """Return what `-march=native` depends on: machines with different processors may share a home folder."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:

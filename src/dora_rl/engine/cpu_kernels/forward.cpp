@@ -1,10 +1,10 @@
 // One forward pass of a decoder of the Llama family over a flat list of rows, each row one token of one sequence.
 //
-// - Decode rows and prefill rows are the same thing: a token with a position and a block table. All keys and values of
-//   a layer are written before any row attends, so a chunk of a prompt sees itself.
-// - Weights are read where they lie (mapped files), row-major [out, in]; no copy of them outlives a panel. Those of a small
-//   model may come turned (see product.h).
-// - Work is handed out in small pieces, so a thread that is held up by the machine does not hold up the others for long.
+// - Decode rows and prefill rows are the same: a token with a position and a block table. All keys and values of a layer
+//   are written before any row attends, so the tokens of a prompt chunk see each other.
+// - Weights are read in place (mapped files), row-major [out, in]; no copy of them outlives a panel. Those of a small model
+//   may be packed (see product.h).
+// - Work is divided into small jobs, so a thread that the system interrupts does not delay the others for long.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -18,8 +18,8 @@ static inline vec silu_times(vec g, vec u) {
     return g / (1.0f + exp(x < 87.0f ? x : all(87.0f))) * u;
 }
 
-// How many columns of a product are handed to a thread at once: about eight pieces a thread, whole panels.
-static inline int pieces(int columns, int threads) {
+// Columns of a product in one job: about eight slices per thread, of whole panels.
+static inline int slice_columns(int columns, int threads) {
     int size = columns / (threads * 8) / PANEL * PANEL;
     return size < PANEL ? PANEL : size > 6 * PANEL ? 6 * PANEL : size;
 }
@@ -100,30 +100,30 @@ static int64_t lay_out(const Model& m, int rows, int threads, int context, float
     return used;
 }
 
-// The columns of a product with one matrix, cut into pieces that threads take in turn.
+// A product with one matrix, whose columns are cut into slices that the threads take in turn.
 template <class Take>
-static void in_pieces(Team::Round& round, int threads, const Scratch& s, int rows, const float* x, const float* w,
-                      bool turned, int depth, int columns, Take take) {
-    const int piece = pieces(columns, threads);
-    round.each((columns + piece - 1) / piece, [&](int i) {
-        int n0 = i * piece, n1 = std::min(n0 + piece, columns), later = n0 + threads * piece;
+static void multiply_in_slices(Team::Round& round, int threads, const Scratch& s, int rows, const float* x, const float* w,
+                      bool packed, int depth, int columns, Take take) {
+    const int slice = slice_columns(columns, threads);
+    round.each((columns + slice - 1) / slice, [&](int i) {
+        int n0 = i * slice, n1 = std::min(n0 + slice, columns), later = n0 + threads * slice;
         const float* next = later + PANEL <= columns ? w + int64_t(later) * depth : nullptr;
-        product(rows, x, depth, w, turned, depth, n0, n1, s.panel_of(round), next, take);
+        product(rows, x, depth, w, packed, depth, n0, n1, s.panel_of(round), next, take);
     });
 }
 
 static void project_qkv(const Model& m, const Layer& l, int R, const Scratch& s, Team::Round& round, int threads) {
     const int q_size = m.heads * m.head_dim, kv_size = m.kv_heads * m.head_dim, qkv = q_size + 2 * kv_size;
-    const int piece = pieces(qkv, threads), nq = (q_size + piece - 1) / piece, nkv = (kv_size + piece - 1) / piece;
+    const int slice = slice_columns(qkv, threads), nq = (q_size + slice - 1) / slice, nkv = (kv_size + slice - 1) / slice;
     round.each(nq + 2 * nkv, [&](int job) {
         int part = job < nq ? 0 : job < nq + nkv ? 1 : 2;
         int index = part == 0 ? job : part == 1 ? job - nq : job - nq - nkv;
         int columns = part == 0 ? q_size : kv_size, offset = part == 0 ? 0 : part == 1 ? q_size : q_size + kv_size;
         const float* w = part == 0 ? l.q : part == 1 ? l.k : l.v;
         const float* bias = part == 0 ? l.q_bias : part == 1 ? l.k_bias : l.v_bias;
-        int n0 = index * piece, n1 = std::min(n0 + piece, columns), later = n0 + threads * piece;
+        int n0 = index * slice, n1 = std::min(n0 + slice, columns), later = n0 + threads * slice;
         const float* next = later + PANEL <= columns ? w + int64_t(later) * m.hidden : nullptr;
-        product(R, s.normed, m.hidden, w, m.turned, m.hidden, n0, n1, s.panel_of(round), next,
+        product(R, s.normed, m.hidden, w, m.packed, m.hidden, n0, n1, s.panel_of(round), next,
                 [&](int r, int n, vec v, int count) {
                     put(s.qkv + int64_t(r) * qkv + offset + n, bias ? v + some(bias + n, count) : v, count);
                 });
@@ -131,7 +131,7 @@ static void project_qkv(const Model& m, const Layer& l, int R, const Scratch& s,
 }
 
 // Norm and rotation of one row's queries and keys; its keys and values go into the cache.
-static void place(const Model& m, const Layer& l, int layer, const Cache& cache, const Rows& rows, int r, float* q) {
+static void write_kv(const Model& m, const Layer& l, int layer, const Cache& cache, const Rows& rows, int r, float* q) {
     const int width = m.head_dim, q_size = m.heads * width, kv_size = m.kv_heads * width, pos = rows.position[r];
     float *k = q + q_size, *v = k + kv_size;
     const float *cos = m.cos + int64_t(pos) * width, *sin = m.sin + int64_t(pos) * width;
@@ -158,7 +158,7 @@ static void attention_half(const Model& m, const Layer& l, int layer, const Cach
         rms_norm(s.hidden + int64_t(r) * m.hidden, l.input_norm, m.eps, m.hidden, s.normed + int64_t(r) * m.hidden);
     });
     project_qkv(m, l, R, s, round, threads);
-    round.each(R, [&](int r) { place(m, l, layer, cache, rows, r, s.qkv + int64_t(r) * qkv); });
+    round.each(R, [&](int r) { write_kv(m, l, layer, cache, rows, r, s.qkv + int64_t(r) * qkv); });
     round.each(R * m.kv_heads, [&](int job) {
         int r = job / m.kv_heads, h = job % m.kv_heads;
         attend_any(cache, layer, rows.table + int64_t(rows.sequence[r]) * rows.table_stride, 0, rows.position[r], h, group,
@@ -166,17 +166,17 @@ static void attention_half(const Model& m, const Layer& l, int layer, const Cach
                    s.scores + int64_t(round.thread()) * group * stride, stride,
                    s.attended + int64_t(r) * q_size + h * group * width);
     });
-    in_pieces(round, threads, s, R, s.attended, l.o, m.turned, q_size, m.hidden, [&](int r, int n, vec v, int count) {
+    multiply_in_slices(round, threads, s, R, s.attended, l.o, m.packed, q_size, m.hidden, [&](int r, int n, vec v, int count) {
         add(s.hidden + int64_t(r) * m.hidden + n, l.o_bias ? v + some(l.o_bias + n, count) : v, count);
     });
 }
 
 // inner[r] = silu(gate . x) * (up . x) for the columns [n0, n1); `upper` holds up . x meanwhile.
-static void gated(int rows, const float* x, const float* gate, const float* up, bool turned, int depth, int n0, int n1,
+static void gated(int rows, const float* x, const float* gate, const float* up, bool packed, int depth, int n0, int n1,
                   float* inner, float* upper, int64_t stride, float* panel, const float* next) {
-    product(rows, x, depth, gate, turned, depth, n0, n1, panel, up + int64_t(n0) * depth,
+    product(rows, x, depth, gate, packed, depth, n0, n1, panel, up + int64_t(n0) * depth,
             [&](int r, int n, vec v, int count) { put(inner + r * stride + n, v, count); });
-    product(rows, x, depth, up, turned, depth, n0, n1, panel, next,
+    product(rows, x, depth, up, packed, depth, n0, n1, panel, next,
             [&](int r, int n, vec v, int count) { put(upper + r * stride + n, v, count); });
     for (int r = 0; r < rows; r++) {
         float *g = inner + r * stride, *u = upper + r * stride;
@@ -187,13 +187,13 @@ static void gated(int rows, const float* x, const float* gate, const float* up, 
 }
 
 static void dense_half(const Model& m, const Layer& l, int R, const Scratch& s, Team::Round& round, int threads) {
-    const int piece = pieces(m.inner, threads);
-    round.each((m.inner + piece - 1) / piece, [&](int i) {
-        int n0 = i * piece, n1 = std::min(n0 + piece, m.inner), later = n0 + threads * piece;
+    const int slice = slice_columns(m.inner, threads);
+    round.each((m.inner + slice - 1) / slice, [&](int i) {
+        int n0 = i * slice, n1 = std::min(n0 + slice, m.inner), later = n0 + threads * slice;
         const float* next = later + PANEL <= m.inner ? l.gate + int64_t(later) * m.hidden : nullptr;
-        gated(R, s.normed, l.gate, l.up, m.turned, m.hidden, n0, n1, s.inner, s.upper, m.inner, s.panel_of(round), next);
+        gated(R, s.normed, l.gate, l.up, m.packed, m.hidden, n0, n1, s.inner, s.upper, m.inner, s.panel_of(round), next);
     });
-    in_pieces(round, threads, s, R, s.inner, l.down, m.turned, m.inner, m.hidden,
+    multiply_in_slices(round, threads, s, R, s.inner, l.down, m.packed, m.inner, m.hidden,
               [&](int r, int n, vec v, int count) { add(s.hidden + int64_t(r) * m.hidden + n, v, count); });
 }
 
@@ -223,20 +223,20 @@ static void sparse_half(const Model& m, const Layer& l, int layer, const Rows& r
         }
         s.expert_start[m.experts] = at;
     });
-    // The rows of an expert side by side; `mixed` is free until the experts' results go there.
+    // Gather the rows of each expert; `mixed` is unused until it receives the results of the experts.
     round.each(R * used, [&](int i) {
         std::memcpy(s.mixed + int64_t(i) * H, s.normed + int64_t(s.by_expert[i] / used) * H, sizeof(float) * H);
     });
-    const int inner_pieces = (I + PANEL - 1) / PANEL, out_pieces = (H + PANEL - 1) / PANEL;
-    round.each(m.experts * inner_pieces, [&](int job) {
-        int e = job / inner_pieces, n0 = job % inner_pieces * PANEL, start = s.expert_start[e];
+    const int inner_slices = (I + PANEL - 1) / PANEL, out_slices = (H + PANEL - 1) / PANEL;
+    round.each(m.experts * inner_slices, [&](int job) {
+        int e = job / inner_slices, n0 = job % inner_slices * PANEL, start = s.expert_start[e];
         const float* w = l.experts_gate_up + int64_t(e) * 2 * I * H;
         gated(s.expert_start[e + 1] - start, s.mixed + int64_t(start) * H, w, w + int64_t(I) * H, false, H, n0,
               std::min(n0 + PANEL, I), s.inner + int64_t(start) * I, s.upper + int64_t(start) * I, I, s.panel_of(round),
               nullptr);
     });
-    round.each(m.experts * out_pieces, [&](int job) {
-        int e = job / out_pieces, n0 = job % out_pieces * PANEL, start = s.expert_start[e];
+    round.each(m.experts * out_slices, [&](int job) {
+        int e = job / out_slices, n0 = job % out_slices * PANEL, start = s.expert_start[e];
         product(s.expert_start[e + 1] - start, s.inner + int64_t(start) * I, I, l.experts_down + int64_t(e) * H * I, false,
                 I, n0, std::min(n0 + PANEL, H), s.panel_of(round), nullptr, [&](int i, int n, vec v, int count) {
                     int pick = s.by_expert[start + i];
@@ -268,7 +268,7 @@ static void all_layers(const Model& m, const Cache& cache, const Rows& rows, con
         else dense_half(m, l, R, s, round, threads);
     }
     round.each(rows.logit_count, [&](int i) { rms_norm(hidden(rows.logit_row[i]), m.norm, m.eps, m.hidden, normed(i)); });
-    in_pieces(round, threads, s, rows.logit_count, s.normed, m.head, m.turned, m.hidden, m.vocab,
+    multiply_in_slices(round, threads, s, rows.logit_count, s.normed, m.head, m.packed, m.hidden, m.vocab,
               [&](int i, int n, vec v, int count) { put(rows.logits + int64_t(i) * m.vocab + n, v, count); });
 }
 
@@ -290,13 +290,13 @@ void forward(const Model* model, const Cache* cache, const Rows* rows, float* sc
 
 int64_t multiply_floats(int depth, int threads) { return int64_t(threads) * PANEL * depth; }
 
-void multiply(int rows, const float* x, const float* w, int turned, int depth, int columns, float* out, float* scratch,
+void multiply(int rows, const float* x, const float* w, int packed, int depth, int columns, float* out, float* scratch,
               int threads) {
     Scratch s;
     s.panels = scratch;
     s.panel = int64_t(PANEL) * depth;
     Team::run(threads, [&](Team::Round& round) {
-        in_pieces(round, threads, s, rows, x, w, turned, depth, columns,
+        multiply_in_slices(round, threads, s, rows, x, w, packed, depth, columns,
                   [&](int r, int n, vec v, int count) { put(out + int64_t(r) * columns + n, v, count); });
     });
 }

@@ -1,27 +1,28 @@
-// What Python passes to the kernels and calls. binding.py says the same for ctypes; `layout` lets it compare the two.
+// The structs that Python fills and the functions that it calls. binding.py declares the same for ctypes; `layout` lets it
+// compare the two.
 #pragma once
 #include <cstdint>
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
-// Weights of one decoder layer; a null pointer is a part that it does not have.
+// Weights of one decoder layer; a null pointer is a tensor that the layer does not have.
 struct Layer {
     const float *input_norm, *q, *k, *v, *q_bias, *k_bias, *v_bias, *o, *o_bias, *q_norm, *k_norm, *post_norm;
     const float *gate, *up, *down;                      // dense
     const float *router, *experts_gate_up, *experts_down;  // mixture of experts; `router` is null in a dense layer
 };
 
-// Shapes and weights of a decoder.
+// Dimensions and weights of a decoder.
 struct Model {
     int32_t layers, hidden, heads, kv_heads, head_dim, inner, vocab;
     int32_t experts, experts_used, expert_inner, norm_topk, full_qk_norm;
-    int32_t turned;  // the dense matrices and the head are
+    int32_t packed;  // whether the dense matrices and the head are packed into panels (see product.h)
     float eps, scale;
     const float *embed, *norm, *head, *cos, *sin;
     const Layer* layer;
 };
 
-// Where the KV blocks lie.
+// The memory of the KV blocks.
 struct Cache {
     float* data;
     int32_t block_size, layers, kv_heads, head_dim;
@@ -38,7 +39,7 @@ struct Rows {
     const int32_t* position;   // [count]
     const int32_t* sequence;   // [count], row of `table`
     const int32_t* table;      // [sequences][table_stride] block ids
-    const int32_t* logit_row;  // [logit_count] rows whose logits are wanted
+    const int32_t* logit_row;  // [logit_count] rows that get logits
     float* logits;             // [logit_count][vocab]
     int16_t* routed;           // [count][layers][experts_used], or null
 };
@@ -60,11 +61,11 @@ struct Draws {
 // Sequences that decode several steps in one call.
 struct Stretch {
     int32_t rows, steps, width, stop_ids, table_stride, vocab;
-    const int32_t* chosen;   // [rows] who takes part; the other arrays hold those too that do not
-    int64_t* token;          // [rows] the one token left to compute
+    const int32_t* chosen;   // [rows] the rows that decode; the other arrays have further rows
+    int64_t* token;          // [rows] the token that is left to compute
     int32_t *position, *fill;  // [rows]
-    const int32_t* last;     // [rows] position of the last token that fits
-    uint64_t* place;         // [rows] index in the response of the next token
+    const int32_t* last;     // [rows] position of the last token that the length limit allows
+    uint64_t* response_index;         // [rows] index in the response of the next token
     const int64_t* stops;    // [rows][stop_ids]
     const int32_t* table;    // [rows][table_stride]
     int64_t* history;        // [rows][width]
@@ -73,7 +74,7 @@ struct Stretch {
     const int32_t* top_k;
     const uint64_t *seed, *trajectory;
     float* logits;           // [rows][vocab]
-    int64_t near;            // bytes of KV that a group may have
+    int64_t kv_budget;            // bytes of KV of a group of rows
 };
 
 // Floats in a vector, and columns in a panel (see product.h).
@@ -88,21 +89,21 @@ EXPORTED int64_t scratch_floats(const Model* model, int rows, int threads, int c
 
 EXPORTED void forward(const Model* model, const Cache* cache, const Rows* rows, float* scratch, int threads, int context);
 
-// Gives how many tokens were sampled.
+// Returns the number of sampled tokens.
 EXPORTED int64_t decode(const Model* model, const Cache* cache, const Stretch* stretch, float* scratch, int threads,
                         int context);
 
 EXPORTED void sample(const Draws* draws, int threads);
 
-// Half of a core's own cache, for the weights of a small model; the other half is for the KV of a group.
-EXPORTED int64_t near_bytes();
+// Half of a core's second-level cache: the budget for the weights of a small model, and for the KV of a group of rows.
+EXPORTED int64_t cache_budget();
 
-// One product alone, out[m][n] = x[m] . w[n], as a forward pass computes it: to test it and to measure it by itself.
-// `scratch` has multiply_floats(depth, threads) floats.
+// One product, out[m][n] = x[m] . w[n], as a forward pass computes it, for tests and measurements. `scratch` has
+// multiply_floats(depth, threads) floats.
 EXPORTED int64_t multiply_floats(int depth, int threads);
-EXPORTED void multiply(int rows, const float* x, const float* w, int turned, int depth, int columns, float* out,
+EXPORTED void multiply(int rows, const float* x, const float* w, int packed, int depth, int columns, float* out,
                        float* scratch, int threads);
 
-// Attention alone, for models whose other parts run in torch. query and out: [rows][heads][head_dim].
+// Attention for models whose other layers run in torch. query and out: [rows][heads][head_dim].
 EXPORTED void paged_attention(const Cache* cache, const Rows* rows, int layer, int heads, int window, float scale,
                               float cap, const float* query, float* scores, int context, float* out, int threads);

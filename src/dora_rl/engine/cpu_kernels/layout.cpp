@@ -1,11 +1,11 @@
-// Sizes and offsets of the structs that Python fills, as the compiler has laid them out.
+// Sizes and offsets of the structs that Python fills, as the compiler lays them out.
 #include <cstddef>
 #include <string>
 
 #include "interface.h"
 
 namespace {
-// A struct has no name of a field, and stands before its fields.
+// The entry of a struct has no field name and precedes the entries of its fields.
 struct Entry {
     const char *type, *field;
     size_t offset, size;
@@ -22,7 +22,7 @@ const Entry ENTRIES[] = {
 #define F(name) FIELD(Model, name)
     STRUCT(Model),
     F(layers), F(hidden), F(heads), F(kv_heads), F(head_dim), F(inner), F(vocab), F(experts), F(experts_used),
-    F(expert_inner), F(norm_topk), F(full_qk_norm), F(turned), F(eps), F(scale), F(embed), F(norm), F(head), F(cos),
+    F(expert_inner), F(norm_topk), F(full_qk_norm), F(packed), F(eps), F(scale), F(embed), F(norm), F(head), F(cos),
     F(sin), F(layer),
 #undef F
 #define F(name) FIELD(Cache, name)
@@ -42,12 +42,12 @@ const Entry ENTRIES[] = {
 #define F(name) FIELD(Stretch, name)
     STRUCT(Stretch),
     F(rows), F(steps), F(width), F(stop_ids), F(table_stride), F(vocab), F(chosen), F(token), F(position), F(fill),
-    F(last), F(place), F(stops), F(table), F(history), F(logprobs), F(model_logprobs), F(temperature), F(top_p),
-    F(min_p), F(top_k), F(seed), F(trajectory), F(logits), F(near),
+    F(last), F(response_index), F(stops), F(table), F(history), F(logprobs), F(model_logprobs), F(temperature), F(top_p),
+    F(min_p), F(top_k), F(seed), F(trajectory), F(logits), F(kv_budget),
 #undef F
 };
 
-std::string told() {
+std::string described() {
     std::string text;
     for (const Entry& one : ENTRIES) {
         if (!text.empty()) text += "\n";
@@ -60,6 +60,6 @@ std::string told() {
 }  // namespace
 
 const char* layout() {
-    static const std::string text = told();
+    static const std::string text = described();
     return text.c_str();
 }

@@ -1,8 +1,8 @@
 // Sampling, one row of logits at a time. A row's random number is a function of (seed, trajectory, position), so this
 // file has no state.
 //
-// A truncated distribution is a threshold on probabilities: top-k, top-p and min-p each give one, the highest counts,
-// and what ties with it stays. The draw walks the tokens in order of their id.
+// Truncation is a threshold on probabilities: top-k, top-p and min-p each give one, the highest applies, and ties are
+// kept. The draw walks the tokens in the order of their ids.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -37,7 +37,7 @@ static float highest(const float* x, int n) {
     return m;
 }
 
-// out[i] = exp((x[i] - most) * scale); returns their sum. `out` has room for a whole last vector.
+// out[i] = exp((x[i] - most) * scale); returns their sum. `out` has room for a complete last vector.
 static double exponentials(const float* x, int n, float most, float scale, float* out) {
     double total = 0;
     for (int i = 0; i < n; i += 256) {
@@ -69,7 +69,7 @@ static float threshold(const Draws& d, int r, const float* p, double total, std:
         cut = std::max(cut, kth);
     }
     if (d.top_p[r] < 1.0f) {
-        // All tokens below this bound together weigh less than 1 - top_p, so none of them is in the nucleus.
+        // All tokens below this bound together have less than 1 - top_p of the mass, so none of them is in the nucleus.
         float bound = std::max(cut, float((1.0 - d.top_p[r]) * total / n));
         some.clear();
         for (int i = 0; i < n; i++)
@@ -87,9 +87,9 @@ static float threshold(const Draws& d, int r, const float* p, double total, std:
     return cut;
 }
 
-constexpr int CHUNK = 256;  // tokens whose weights are added up at once, so that a draw walks few of them singly
+constexpr int CHUNK = 256;  // tokens whose weights are summed at once, so that a draw walks few tokens one by one
 
-// The weight of each chunk of tokens that are not cut off; returns the weight of all.
+// The weight of the kept tokens in each chunk; returns the weight of all kept tokens.
 static double weigh(const float* p, int n, float cut, std::vector<double>& chunks) {
     double total = 0;
     chunks.clear();
@@ -130,7 +130,7 @@ static int draw(const float* p, int n, float cut, double uniform, double* mass, 
     return int(std::max_element(p, p + n) - p);
 }
 
-static void one(const Draws& d, int r, std::vector<float>& p, std::vector<float>& biased, std::vector<float>& some,
+static void sample_row(const Draws& d, int r, std::vector<float>& p, std::vector<float>& biased, std::vector<float>& some,
                 std::vector<double>& chunks) {
     const int n = d.vocab;
     const float* logits = d.logits + int64_t(r) * n;
@@ -169,6 +169,6 @@ void sample(const Draws* draws, int threads) {
     Team::run(threads, [&](Team::Round& round) {
         std::vector<float> p(draws->vocab + W), biased, some;
         std::vector<double> chunks;
-        round.each(draws->rows, [&](int r) { one(*draws, r, p, biased, some, chunks); });
+        round.each(draws->rows, [&](int r) { sample_row(*draws, r, p, biased, some, chunks); });
     });
 }

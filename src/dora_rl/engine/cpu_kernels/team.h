@@ -1,11 +1,11 @@
-// Teams of threads that share out small pieces of work, with a barrier after each round.
+// Teams of threads that divide a round of work into small jobs, with a barrier after each round.
 //
-// - All threads of a team run the same function; `each` hands out the indices of a round to whoever is free, then waits
-//   for all.
-// - Whoever computes borrows a team: several callers compute side by side, each with its own. One thread is no team.
-// - A waiting thread spins for some microseconds, then sleeps. On a core that somebody else wants too, spinning on
-//   would keep the very thread from running that is waited for. So a spin that was in vain makes the next ones shorter,
-//   and one that was not makes them longer; now and then a long one is tried, to see whether the cores are free again.
+// - All threads of a team run the same function; `each` gives the indices of a round to the threads that are free, then
+//   waits for all of them.
+// - Each caller borrows a team, so several callers compute in parallel. A single thread needs no team.
+// - A waiting thread spins for some microseconds, then sleeps. On a core that other programs use too, spinning could keep
+//   the very thread from running that it waits for. So a spin that ends in sleep makes the next spins shorter, one that
+//   succeeds makes them longer, and from time to time a long spin tests whether the cores are free again.
 // - Teams belong to a process; a forked child makes its own, since threads do not survive a fork.
 #pragma once
 #include <atomic>
@@ -41,7 +41,7 @@ class Team {
             int now = team_.generation_.load();
             if (team_.arrived_.fetch_add(1) + 1 == team_.size_) {
                 team_.arrived_.store(0);
-                team_.next_[(phase_ + 2) % 3].store(0);  // nobody uses that one before the next barrier
+                team_.next_[(phase_ + 2) % 3].store(0);  // no thread uses that counter before the next barrier
                 team_.generation_.fetch_add(1);
                 team_.generation_.notify_all();
             } else {
@@ -53,12 +53,12 @@ class Team {
         int thread_, phase_ = 0;
     };
 
-    // Run body(round) on so many threads, the caller being one of them.
+    // Run body(round) on this many threads, one of which is the caller.
     template <class Body>
     static void run(int threads, Body body) {
         if (threads == 1) {
-            Team nobody(1);
-            Round round(nobody, 0);
+            Team alone(1);
+            Round round(alone, 0);
             body(round);
             return;
         }
@@ -73,9 +73,9 @@ class Team {
   private:
     static constexpr int SPINS = 1000;  // some tens of microseconds: longer than a barrier, far shorter than a time slice
     static constexpr int FEWEST = 8;    // half a microsecond
-    static constexpr int TRY = 64;      // every so many waits a long spin, which costs less than a microsecond a wait
+    static constexpr int TRY = 64;      // waits between two long spins, which then cost less than a microsecond per wait
 
-    // How long it pays to spin, from how it went before. Threads race to adapt it, and any outcome will do.
+    // How long it pays to spin, learnt from earlier waits. Threads race to adapt it, and any outcome is correct.
     struct Spin {
         std::atomic<int> limit{SPINS}, waits{0};
     };
@@ -87,14 +87,14 @@ class Team {
     };
 
     static Idle& idle() {
-        static Idle* teams = new Idle();  // never destroyed: threads may outlive the process's other things
+        static Idle* teams = new Idle();  // never destroyed: threads may outlive static objects
         return *teams;
     }
 
     static Team* borrow(int threads) {
         Idle& teams = idle();
         std::lock_guard<std::mutex> lock(teams.guard);
-        if (teams.owner != getpid()) {  // the parent's teams are left alone: their threads are not ours to stop
+        if (teams.owner != getpid()) {  // the parent's teams are not touched: their threads do not exist here
             teams.by_size.clear();
             teams.owner = getpid();
         }
@@ -122,7 +122,7 @@ class Team {
         epoch_.fetch_add(1);
         epoch_.notify_all();
         body(0);
-        // Every worker checks in before `body` and the counters may change.
+        // `body` and the counters may change only after every worker has finished.
         for (int left; (left = pending_.load()) != 0;) wait(pending_, left, inside_);
     }
 
@@ -153,6 +153,6 @@ class Team {
 
     const int size_;
     const std::function<void(int)>* body_ = nullptr;
-    Spin inside_, between_;  // a run is computed without a break; between two of them is whatever the caller does
+    Spin inside_, between_;  // waits within a run are short; waits between runs depend on the caller
     std::atomic<int> epoch_{0}, generation_{0}, arrived_{0}, pending_{0}, next_[3] = {};
 };

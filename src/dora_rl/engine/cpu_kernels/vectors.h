@@ -1,12 +1,12 @@
-// Vectors of floats as wide as the machine's registers, through the compilers' vector extension, so that the same source
-// serves x86 and ARM. Only the fused multiply-add needs an intrinsic.
+// Vectors of floats as wide as the registers, through the compilers' vector extension, so that one source serves x86 and
+// ARM. Only the fused multiply-add needs an intrinsic.
 //
 // Invariants of everything built on these:
 // - the sequence of floating-point operations behind one row of a result depends on that row's own inputs alone, never
 //   on the number of other rows or threads. That makes generation bitwise independent of the batch;
 // - every rounding is in the source: `multiply_add` is written where a product and a sum may be rounded once, and the
-//   compiler contracts nothing by itself (-ffp-contract=off), since it would do so in one loop and not in another. So g++
-//   and clang++ compute the same bits for the same width of vectors, with a fused multiply-add or without.
+//   compiler contracts nothing on its own (-ffp-contract=off), since it would do so in one loop and not in another. So g++
+//   and clang++ compute the same bits for the same vector width, with a fused multiply-add or without.
 #pragma once
 #include <cstdint>
 
@@ -16,7 +16,7 @@
 #include <arm_neon.h>
 #endif
 
-// Before a loop with a constant number of rounds, or before one whose body already fills the registers.
+// For a loop with a constant number of iterations, and for one whose body already fills the registers.
 #if defined(__clang__)
 #define UNROLL_FULLY _Pragma("clang loop unroll(full)")
 #define UNROLL_NEVER _Pragma("clang loop unroll(disable)")
@@ -38,10 +38,10 @@ typedef float vec4 __attribute__((vector_size(16)));
 
 static inline vec load(const float* p) { return *reinterpret_cast<const vec_at*>(p); }
 static inline void store(float* p, vec v) { *reinterpret_cast<vec_at*>(p) = v; }
-static inline vec all(float s) { return s - vec{}; }  // not `+`: adding to -0 is real work
+static inline vec all(float s) { return s - vec{}; }  // not `+`: the compiler can't remove an addition to -0
 
-// a * b + c: rounded once where the machine has an instruction for that, else twice, everywhere in the library alike. (A
-// fused multiply-add in software would take a hundred times as long.)
+// a * b + c: rounded once where the processor has an instruction for it, else twice, the same everywhere in the library.
+// (A fused multiply-add in software would take a hundred times as long.)
 #if defined(__AVX512F__) || defined(__FMA__) || defined(__aarch64__)
 constexpr bool FUSED = true;
 #else
@@ -100,7 +100,7 @@ static inline float max(vec a) {
 static inline vec exp(vec x) {
     const vec round = all(12582912.0f);  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
     vec low = all(-87.0f);
-    vec y = x < low ? low : x;  // so written, what is not a number stays what it is
+    vec y = x < low ? low : x;  // written this way, NaN stays NaN
     vec rounded = multiply_add(y, all(1.44269504088896341f), round), n = rounded - round;
     vec r = multiply_add(n, all(2.12194440e-4f), multiply_add(n, all(-0.693359375f), y));
     vec p = multiply_add(r, all(1.9875691500e-4f), all(1.3981999507e-3f));
@@ -109,7 +109,7 @@ static inline vec exp(vec x) {
     p = multiply_add(p, r, all(1.6666665459e-1f));
     p = multiply_add(p, r, all(5.0000001201e-1f));
     p = multiply_add(p, r * r, r) + 1.0f;
-    // From the low bits of `rounded`: a conversion to integers is undefined for what is not a number.
+    // From the low bits of `rounded`: a conversion of NaN to an integer is undefined.
     ivec bits = ((ivec)rounded - (0x4B400000 - 127)) << 23;
     vec result = p * (vec)bits;  // the bits of 2^n, read as floats
     return x < low ? vec{} : result;

@@ -1,1 +1,1 @@
-"""Running requests as bytes: packing them with their KV, and the shared memory that carries them."""
+"""Requests that move between engines: their format as bytes, packing with their KV, and shared memory for them."""

@@ -1,14 +1,14 @@
-"""Requests on the move: their state and their KV, in one piece of memory.
+"""The format of a bundle: requests that move, with their state and KV, in contiguous memory.
 
     file   "DORAKV1\\n", number of frames (u32), state (u32), then the frames, each starting at a multiple of 64
     frame  length of the header (u32), length of the KV (u64), digest (16 bytes), header (MessagePack), padding, KV
 
 Invariants:
-- a frame is one request, and stands alone: a damaged one costs only that request;
-- the digest covers the header and, in bytes that leave the machine, the KV as well. In shared memory the KV is read
-  where it was written, so there is nothing that a digest of it would guard;
-- the state of shared memory is RELEASED once the importer needs it no more; its owner may then write there again;
-- nothing in it is executed when it is read: plain data and numbers, no pickle.
+- a frame is one request and is independent of the others: a damaged frame affects only that request;
+- the digest covers the header and, in bytes that leave the machine, the KV as well. KV in shared memory is read where
+  it was written, so a digest of it would guard against nothing;
+- the state of shared memory is RELEASED once the importer no longer needs it; then its owner may write to it again;
+- reading executes nothing: the format is plain data and numbers, no pickle.
 """
 
 from __future__ import annotations
@@ -35,25 +35,26 @@ _ALIGNMENT = 64
 
 
 class MovedRequest(Record, frozen=True, kw_only=True):
-    """The state of a request, all but its KV."""
+    """The state of a request without its KV."""
 
     request: Request
-    """With the response so far."""
+    """The request, with the response so far."""
     fingerprint: Fingerprint
-    """Of the weights that made its KV."""
+    """Fingerprint of the weights that computed the KV."""
     computed: int
-    """Tokens whose KV comes along."""
+    """Tokens whose KV is in the frame."""
     known: int
+    """Tokens whose KV existed once; computing one of them again counts as re-prefill."""
     parked: bool = False
-    """It waits for its environment."""
+    """The request waits for its environment."""
     kv_shape: KvShape | None = None
-    """None where no KV comes along, and the request is prefilled again."""
+    """None: the frame has no KV, and the request is prefilled again."""
     kv_digest: bool = False
-    """The frame's digest covers the KV too."""
+    """The digest of the frame covers the KV too."""
 
 
 class Frame(NamedTuple):
-    """One request and where its KV lies in the bundle's memory; or what is wrong with it."""
+    """One request and its KV in the bundle's memory, or an error if the frame is damaged."""
 
     moved: MovedRequest | None
     kv: memoryview
@@ -61,23 +62,23 @@ class Frame(NamedTuple):
 
 
 class KvBundle:
-    """Frames in memory: of this process, or shared by the processes of this machine under a name."""
+    """Frames in the memory of this process, or in named memory that the processes of this machine share."""
 
     def __init__(self, memory: memoryview, path: Path | None = None) -> None:
         self.memory = memory
         self._path = path
-        self._taken = False
+        self._released = False
 
     def __del__(self) -> None:
-        # The last request that reads from here has let go of it.
-        if self._taken and self._path is not None:
+        # No request reads from this memory any more.
+        if self._released and self._path is not None:
             self.memory[STATE] = RELEASED
 
     @classmethod
     def lay_out(
         cls, moved: Many[MovedRequest], kv_bytes: Many[int], segments: SegmentPool | None
     ) -> tuple[KvBundle, list[Frame]]:
-        """A bundle with room for these requests; the caller writes the KV into the frames. Shared if in a segment."""
+        """Make a bundle for these requests, in a shared segment if given; the caller writes the KV into the frames."""
         headers = [msgspec.msgpack.encode(one) for one in moved]
         size = _pad(_FILE.size)
         starts = []
@@ -97,7 +98,7 @@ class KvBundle:
 
     @classmethod
     def attach(cls, name: str) -> KvBundle:
-        """The shared bundle of this name, mapped."""
+        """Map the shared bundle of this name."""
         path = Path(name)
         try:
             with path.open("r+b") as file:
@@ -108,35 +109,36 @@ class KvBundle:
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> KvBundle:
-        """A bundle that came as bytes."""
-        # Tensors over it must be able to write, and to lie on their natural boundaries.
+        """Make a bundle from bytes."""
+        # Tensors over the memory need it to be writable and aligned.
         return cls(memoryview(bytearray(data)))
 
     @property
     def name(self) -> str:
-        """What another process of this machine attaches by."""
+        """The name by which another process of this machine attaches."""
         assert self._path is not None, "only a shared bundle has a name"
         return str(self._path)
 
     @property
     def shared(self) -> bool:
+        """Whether the bundle is in shared memory."""
         return self._path is not None
 
     def to_bytes(self) -> bytes:
-        """The bundle for the wire: every frame's digest covers its KV."""
+        """Return the bundle as bytes for the wire, where the digest of every frame covers its KV."""
         frames = self.frames()
-        moved = [msgspec.structs.replace(_sound(frame), kv_digest=True) for frame in frames]
-        out, places = KvBundle.lay_out(moved, [len(frame.kv) for frame in frames], None)
+        moved = [msgspec.structs.replace(_intact(frame), kv_digest=True) for frame in frames]
+        out, targets = KvBundle.lay_out(moved, [len(frame.kv) for frame in frames], None)
         start = _pad(_FILE.size)
-        for one, frame, place in zip(moved, frames, places, strict=True):
-            place.kv[:] = frame.kv
+        for one, frame, target in zip(moved, frames, targets, strict=True):
+            target.kv[:] = frame.kv
             header = msgspec.msgpack.encode(one)
             _FRAME.pack_into(out.memory, start, len(header), len(frame.kv), _digest(header, frame.kv))
             start += _pad(_FRAME.size + len(header)) + _pad(len(frame.kv))
         return bytes(out.memory)
 
     def frames(self) -> list[Frame]:
-        """All frames; a damaged one carries its error. A bundle whose frames can't even be told apart raises."""
+        """Return all frames; a damaged one carries its error. A bundle whose frames can't be separated raises."""
         memory = self.memory
         if len(memory) < _FILE.size:
             raise BundleError("the bundle is cut off")
@@ -158,12 +160,12 @@ class KvBundle:
         return frames
 
     def trajectories(self) -> tuple[TrajectoryId, ...]:
-        """Who is in it, as far as it can be read."""
+        """Return the trajectories in the bundle, as far as it is readable."""
         return tuple(frame.moved.request.trajectory for frame in self.frames() if frame.moved is not None)
 
-    def taken(self) -> None:
-        """Imported, or given up: once nobody holds this object any more, its memory may be used again."""
-        self._taken = True
+    def release(self) -> None:
+        """Let the owner use the memory again, once nothing refers to this object any more."""
+        self._released = True
 
 
 def _frame(header: bytes, kv: memoryview, digest: bytes, index: int) -> Frame:
@@ -178,17 +180,17 @@ def _frame(header: bytes, kv: memoryview, digest: bytes, index: int) -> Frame:
     return Frame(moved, kv)
 
 
-def _sound(frame: Frame) -> MovedRequest:
+def _intact(frame: Frame) -> MovedRequest:
     if frame.error is not None:
         raise frame.error
     assert frame.moved is not None
     return frame.moved
 
 
-def _digest(*parts: bytes | memoryview) -> bytes:
+def _digest(*buffers: bytes | memoryview) -> bytes:
     digest = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        digest.update(part)
+    for buffer in buffers:
+        digest.update(buffer)
     return digest.digest()
 
 

@@ -1,4 +1,4 @@
-"""Requests into a bundle and out of it."""
+"""Packs requests of the built-in engine into a bundle, and unpacks them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def pack(leaving: list[Sequence], parked: list[Sequence], cache: KvCache, segments: SegmentPool | None) -> KvBundle:
-    """A bundle of flushed sequences; KV goes by one copy from the cache, or from the host, into its place."""
+    """Make a bundle of flushed sequences; one copy moves the KV from the cache, or from the host, into the bundle."""
     moved, sizes = [], []
     for sequence in leaving:
         response = tuple(int(token) for token in sequence.response)
@@ -38,16 +38,16 @@ def pack(leaving: list[Sequence], parked: list[Sequence], cache: KvCache, segmen
         blocks = cache.shape.blocks(sequence.computed)
         if not blocks:
             continue
-        place = cache.read(frame.kv, blocks)
+        target = cache.read(frame.kv, blocks)
         if sequence.host is not None:
-            cache.copy_all(sequence.host, place)
+            cache.copy_all(sequence.host, target)
         else:
-            cache.gather(sequence.blocks[:blocks], sequence.computed, place)
+            cache.gather(sequence.blocks[:blocks], sequence.computed, target)
     return bundle
 
 
 def unpack(frame: Frame, slot: EngineSlot, cache: KvCache, arrival: int, context: int) -> Sequence:
-    """The sequence of a frame, with its KV where the bundle has it."""
+    """Return the sequence of a frame; its KV stays in the memory of the bundle."""
     if frame.error is not None:
         raise frame.error
     moved = frame.moved
@@ -69,7 +69,7 @@ def unpack(frame: Frame, slot: EngineSlot, cache: KvCache, arrival: int, context
         raise BundleError(f"the bundle of {name} has {len(frame.kv):,} bytes of KV for {moved.computed} tokens")
     limit = request.length_limit(context)
     if length >= limit:
-        raise BundleError(f"{name} does not fit: {length} tokens are there and at most {limit} may be")
+        raise BundleError(f"{name} does not fit: it has {length} tokens, and at most {limit} are allowed")
     if cache.shape.blocks(limit) > cache.count:
         raise BundleError(f"{name} may need {cache.shape.blocks(limit)} blocks, but there are {cache.count}")
     sequence = Sequence(request, slot.index, arrival, limit, slot.fingerprint)

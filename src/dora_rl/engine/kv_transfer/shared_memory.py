@@ -1,13 +1,13 @@
-"""Shared memory for bundles, used again and again.
+"""A pool of shared memory segments for bundles.
 
-Fresh pages of shared memory cost many times what copying into them does, so an engine keeps the segments that it made
-and writes into one again when its importer has released it.
+Fresh pages of shared memory cost many times what copying into them does, so an engine keeps its segments and writes to
+one again after its importer has released it.
 
 Invariants:
-- a segment belongs to the process whose id is in its name; only that one takes it again or removes it;
-- it is taken again only after its state says RELEASED;
-- at most SPARE of them are kept; they go with their engine, and what a killed process left behind goes with the next
-  engine that starts on the machine.
+- a segment belongs to the process whose id is in its name; only that process reuses or removes it;
+- a segment is reused only after its state is RELEASED;
+- at most SPARE segments are kept; an engine removes its own when it is deleted, and the next engine that starts on the
+  machine removes those of killed processes.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from pathlib import Path
 from dora_rl.core.errors import BundleError
 from dora_rl.core.os_processes import alive
 
-STATE = 12  # where the state lies
+STATE = 12  # offset of the state in a segment
 IN_USE, RELEASED = 0, 1
 SPARE = 8
 PREFIX = "dora-rl-kv-"
 
 
 class SegmentPool:
-    """The shared memory of one engine."""
+    """The segments of one engine."""
 
     def __init__(self) -> None:
         memory = Path("/dev/shm")  # noqa: S108
@@ -39,7 +39,7 @@ class SegmentPool:
         sweep(self._folder)
 
     def take(self, size: int) -> tuple[memoryview, Path]:
-        """A segment of at least this size, and its name."""
+        """Return a segment of at least this size, and its path."""
         free = [(len(memory), path) for path, memory in self._made.items() if memory[STATE] == RELEASED]
         fitting = min((one for one in free if one[0] >= size), default=None)
         if fitting is not None:
@@ -56,7 +56,7 @@ class SegmentPool:
         file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         try:
             if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file, 0, size)  # so that a full disk is an error here, not a crash while writing
+                os.posix_fallocate(file, 0, size)  # a full disk is then an error here, not a crash while writing
             else:
                 os.ftruncate(file, size)
             memory = mmap.mmap(file, size)
@@ -76,7 +76,7 @@ def _remove(made: dict[Path, mmap.mmap], owner: int) -> None:
 
 
 def sweep(folder: Path = Path("/dev/shm")) -> None:  # noqa: S108
-    """Remove what processes left behind that are no more."""
+    """Remove the segments of processes that no longer exist."""
     for path in folder.glob(f"{PREFIX}*"):
         owner = path.name.removeprefix(PREFIX).split("-")[0]
         if owner.isdigit() and not alive(int(owner)):

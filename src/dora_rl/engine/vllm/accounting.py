@@ -1,7 +1,7 @@
-"""What is counted of vLLM's work, and where its time went.
+"""Counters of vLLM's work, and where its time goes.
 
-All slots decode in one batch, so an instance has one account. A step's time is split by tokens over what was done and
-for which version.
+All slots decode in one batch, so an instance has one account. The time of a step is split in proportion to the tokens
+of each activity and version.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Clock = Callable[[], Nanoseconds]
 
 
 class StepAccounting:
-    """Counts and time of one engine."""
+    """Counters and the time account of one engine."""
 
     def __init__(self, clock: Clock) -> None:
         self.stats = Stats()
@@ -32,8 +32,8 @@ class StepAccounting:
         self._work: Counter[Activity] = Counter()
         self._recomputed = 0
 
-    def prefilled(self, sequence: VllmSequence, cached: int) -> None:
-        """vLLM has computed a sequence's tokens up to here, but for those whose KV it had."""
+    def record_prefill(self, sequence: VllmSequence, cached: int) -> None:
+        """Count the tokens of a sequence that vLLM has computed; it had the KV of `cached` tokens."""
         length = len(sequence.tokens)
         again = max(0, min(sequence.known, length) - cached)
         fresh = max(0, length - cached - again)
@@ -43,20 +43,21 @@ class StepAccounting:
         self._work[Activity(ActivityLabel.REPREFILL, sequence.request.version)] += again
         self._work[Activity(ActivityLabel.PREFILL, sequence.request.version)] += fresh
 
-    def decoded(self, version: Version, tokens: int) -> None:
+    def record_decode(self, version: Version, tokens: int) -> None:
+        """Count sampled tokens of a version."""
         self.stats.decoded += tokens
         self._work[Activity(ActivityLabel.DECODE, version)] += tokens
 
-    def preempted(self, counters: Counters) -> bool:
-        """Take over what vLLM has put aside, and computed again when it came back; True if there is more of it."""
+    def record_preemptions(self, counters: Counters) -> bool:
+        """Take over vLLM's counters of pre-emptions and recomputed tokens; return whether the former have grown."""
         self.stats.reprefilled += counters.recomputed - self._recomputed
         self._recomputed = counters.recomputed
         more = counters.preempted > self.stats.preempted
         self.stats.preempted = self.stats.recomputed = counters.preempted
         return more
 
-    def stepped(self, start: Nanoseconds, versions: set[Version]) -> None:
-        """A step for these versions is over; one that gave nothing has computed a part of a prompt."""
+    def record_step(self, start: Nanoseconds, versions: set[Version]) -> None:
+        """Account the time of a step for these versions; a step without tokens has computed part of a prompt."""
         end = self._clock()
         self.stats.together = max(self.stats.together, len(versions))
         total = self._work.total()
@@ -70,12 +71,12 @@ class StepAccounting:
         self.account.settle(end)
         self._work.clear()
 
-    def spent(self, activity: Activity, start: Nanoseconds) -> None:
-        """The time since `start` went into this."""
+    def record_activity(self, activity: Activity, start: Nanoseconds) -> None:
+        """Account the time since `start` to this activity."""
         before = self.account.current
         self.account.switch(start, activity)
         self.account.switch(self._clock(), before)
 
-    def idle(self, cause: IdleCause) -> None:
-        """There is nothing to do, and why."""
+    def record_idle(self, cause: IdleCause) -> None:
+        """Account the time from now on to idling for this cause."""
         self.account.switch(self._clock(), Activity(ActivityLabel.IDLE, cause=cause))

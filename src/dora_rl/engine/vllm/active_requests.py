@@ -1,7 +1,7 @@
-"""The requests that vLLM has now: handed to it with their tokens and KV, and taken back.
+"""The requests inside vLLM: submitted with their tokens and KV, and withdrawn.
 
-Invariant: a sequence has a name exactly while vLLM has it; each time it is handed over it gets another one, so that
-what vLLM says of a former time is not taken for the present.
+Invariant: a sequence has a name exactly while it is inside vLLM. It gets another name each time it is submitted, so
+that a late output of an earlier submission is not taken for one of the current submission.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ActiveRequests:
-    """What vLLM works on."""
+    """The sequences inside vLLM, by name."""
 
     def __init__(self, core: Core, adapter: Callable[[int], Any]) -> None:
         self.by_name: dict[str, VllmSequence] = {}
@@ -29,7 +29,7 @@ class ActiveRequests:
         return len(self.by_name)
 
     def add(self, sequence: VllmSequence, kv: Kv | None = None) -> None:
-        """Hand the tokens so far to vLLM, with the KV that there is."""
+        """Submit the tokens so far to vLLM, with their KV if there is any."""
         self._names += 1
         request = sequence.request
         name = f"{request.trajectory}.{request.attempt}.{self._names}"
@@ -37,34 +37,34 @@ class ActiveRequests:
         if kv is not None and self._core.transit is not None:
             self._core.transit.arriving[name] = kv
         adapter = self._adapter(sequence.slot)
-        sequence.inside = self._core.add(name, sequence.tokens.tolist(), most, request.sampling, adapter)
+        sequence.internal_name = self._core.add(name, sequence.tokens.tolist(), most, request.sampling, adapter)
         sequence.name, sequence.computed = name, 0
         self.by_name[name] = sequence
 
     def withdraw(self, leaving: list[VllmSequence], *, with_kv: bool = False) -> dict[VllmSequence, Kv | None]:
-        """Take sequences back from vLLM, and what KV of them can be had."""
+        """Withdraw sequences from vLLM; return their KV as far as vLLM has it."""
         transit = self._core.transit if with_kv else None
         names = [sequence.name for sequence in leaving if sequence.name is not None]
         if transit is not None:
-            transit.wanted.update(sequence.inside for sequence in leaving if sequence.name is not None)
+            transit.wanted.update(sequence.internal_name for sequence in leaving if sequence.name is not None)
         if names:
             self._core.abort(names)
         for sequence in leaving:
-            self.gone(sequence)
+            self.forget(sequence)
         if transit is None:
             return dict.fromkeys(leaving)
         transit.wanted.clear()
-        return {sequence: transit.left.pop(sequence.inside, None) for sequence in leaving}
+        return {sequence: transit.left.pop(sequence.internal_name, None) for sequence in leaving}
 
-    def gone(self, sequence: VllmSequence) -> None:
-        """vLLM no longer has it."""
+    def forget(self, sequence: VllmSequence) -> None:
+        """A sequence is no longer inside vLLM."""
         if sequence.name is not None:
-            self.placed(sequence)
+            self.kv_used(sequence)
             del self.by_name[sequence.name]
             sequence.name = None
 
-    def placed(self, sequence: VllmSequence) -> None:
-        """KV that has come along is no longer needed."""
+    def kv_used(self, sequence: VllmSequence) -> None:
+        """Release the imported KV of a sequence: vLLM has copied it, or no longer needs it."""
         sequence.keep_alive = None
         if self._core.transit is not None and sequence.name is not None:
             self._core.transit.arriving.pop(sequence.name, None)

@@ -1,15 +1,15 @@
-"""KV that moves between instances: a connector of vLLM's own kind, which takes it out and puts it in.
+"""KV that moves between instances: a KV connector for vLLM, which exports and imports the KV of requests.
 
-    leave    the engine asks for a request's KV and withdraws the request; vLLM tells the connector before it frees the
-             blocks, and they are copied to the host
-    arrive   the engine hands in the KV with the request; vLLM asks the connector how many tokens of it are there, gives
-             it blocks, and has it fill them before the forward pass
+    leave    the engine marks the request as wanted and withdraws it; vLLM calls the connector before it frees the
+             blocks, and the connector copies them to the host
+    arrive   the engine submits the request and its KV; vLLM asks the connector how many tokens have KV, gives it
+             blocks, and lets it fill them before the forward pass
 
 Invariants:
-- blocks are copied whole, in the order of their tokens; what the scheduler says is computed is what is taken, so a
-  request that was pre-empted leaves without KV;
-- vLLM's scheduler and worker are in this process (one device), so nothing of it crosses a process here; the bundle that
-  a request travels in does, as plain bytes.
+- whole blocks are copied, in the order of their tokens; only tokens that the scheduler counts as computed are taken, so
+  a request that was pre-empted leaves without KV;
+- vLLM's scheduler and worker are in this process (one device), so the connector never crosses a process boundary; the
+  bundle of a request does, as plain bytes.
 """
 
 from __future__ import annotations
@@ -38,45 +38,45 @@ class Kv(NamedTuple):
 
 
 class Transit:
-    """What the engine and the connector hand each other."""
+    """State that the engine and the connector share."""
 
     def __init__(self) -> None:
         self.wanted: set[str] = set()
-        """Requests whose KV is asked for, by vLLM's names."""
+        """Requests whose KV the engine wants, by their names in vLLM's scheduler."""
         self.left: dict[str, Kv] = {}
-        """KV of those that have left."""
+        """KV of requests that have left, by the same names."""
         self.arriving: dict[str, Kv] = {}
-        """KV of those that have come, until it is in place."""
+        """KV of requests that have arrived, until it is in vLLM's blocks."""
         self.caches: list[Tensor] = []
-        """Of the layers, each with its blocks in the first dimension."""
+        """KV caches of the layers, each with the blocks in its first dimension."""
 
     def shape(self) -> KvShape:
-        """What a token's KV looks like here."""
+        """Return the dimensions of a token's KV in this vLLM."""
         blocks = self.caches[0]
         heads, size, width = blocks.shape[1:]
         return KvShape(len(self.caches), heads, width, size, str(blocks.dtype).removeprefix("torch."))
 
     def read(self, memory: memoryview, blocks: int) -> Tensor:
-        """KV that lies in a bundle, as a tensor over its memory."""
+        """Return a tensor over the KV in the memory of a bundle."""
         first = self.caches[0]
         flat = torch.frombuffer(memory, dtype=torch.uint8)
         return flat.view(first.dtype).view(len(self.caches), blocks, *first.shape[1:])
 
 
 TRANSIT = Transit()
-"""Of the one engine in this process: vLLM makes its connectors itself, so they meet here."""
+"""The state of the one engine in this process: vLLM makes the connectors itself, so they share a global."""
 
 
 @dataclass
 class Loads(KVConnectorMetadata):  # type: ignore[misc]
-    """What a step has to put in place."""
+    """KV that a step has to load."""
 
     loads: list[tuple[str, list[int], int]] = field(default_factory=list)
-    """Whose KV, into which blocks, from which of them on."""
+    """Name of the request, its blocks, and the first block to fill."""
 
 
 class Connector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """One for the scheduler and one for the worker."""
+    """The connector; vLLM makes one for its scheduler and one for its worker."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -85,19 +85,19 @@ class Connector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """KV that is not there is computed again."""
+        """False: vLLM computes missing KV again."""
         return False
 
-    # The scheduler's.
+    # Methods for the scheduler.
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """Tokens beyond those whose KV vLLM has itself."""
+        """Return the number of tokens with imported KV beyond those whose KV vLLM has itself."""
         kv = TRANSIT.arriving.get(_name(request))
         known = 0 if kv is None else min(kv.tokens, request.num_tokens - 1)
         return max(0, known - num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """The blocks are there, to be filled in the next step."""
+        """Remember the allocated blocks, to be filled in the next step."""
         if num_external_tokens:
             name = _name(request)
             known = min(TRANSIT.arriving[name].tokens, request.num_tokens - 1)
@@ -121,17 +121,17 @@ class Connector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return False, None
 
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, None]:
-        """The same, where layers may be of several kinds; those with more than one are prefilled again."""
+        """Do the same for models with several kinds of layers; with more than one kind, the KV is not taken."""
         return self.request_finished(request, block_ids[0] if len(block_ids) == 1 else [])
 
-    # The worker's.
+    # Methods for the worker.
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
-        """The memory of the blocks."""
+        """Keep references to the KV caches."""
         TRANSIT.caches = list(kv_caches.values())
 
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:  # noqa: ARG002
-        """Fill the blocks of those that have come."""
+        """Fill the blocks of requests that have arrived."""
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, Loads)
         for name, blocks, first in metadata.loads:
@@ -141,13 +141,13 @@ class Connector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 cache[target] = source[first:].to(cache.device)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """All is in place before the first layer."""
+        """Do nothing: all KV is loaded before the first layer."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **_: Any) -> None:
-        """Nothing is saved on the way."""
+        """Do nothing: KV is copied when a request leaves."""
 
     def wait_for_save(self) -> None:
-        """Nothing is."""
+        """Do nothing."""
 
 
 def _name(request: Any) -> str:

@@ -1,8 +1,8 @@
-"""vLLM itself, through its public calls and nothing else: the only module that drives it.
+"""Drives vLLM through its public interface; no other module calls it.
 
-The engine runs in this process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`): its steps are ours, so what it says is known when
-it is said. The process may be a fork that has torch imported, as long as nobody has touched a device before: vLLM only
-asks that no device was initialised, which holds for instances, whose parent computes nothing.
+The engine runs in this process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`) and advances only when `step` is called, so all of
+its outputs are known then. The process may be a fork that has torch imported, as long as no device was initialised
+before the fork: this holds for rollout workers, whose parent computes nothing.
 """
 
 from __future__ import annotations
@@ -25,42 +25,42 @@ if TYPE_CHECKING:
     from dora_rl.models.loading import ModelConfig
 
 _CPU_BLOCK = 32
-"""vLLM's kernels for CPUs want multiples of 32; its own default of 128 would share no prompt shorter than that."""
+"""vLLM's CPU kernels require multiples of 32; its own default of 128 would share no prompt shorter than that."""
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM makes room for."""
+"""Ranks that vLLM can allocate."""
 _EXTENSION = "dora_rl.engine.vllm.worker.Worker"
 _CONNECTOR = "dora_rl.engine.vllm.connector"
 
 
 class Lora(NamedTuple):
-    """What adapters will look like."""
+    """Rank, scale and target modules of the adapters."""
 
     rank: int
     alpha: int
     targets: tuple[str, ...]
-    """Last names of the modules that get one."""
+    """Last names of the adapted modules."""
 
 
 class Output(NamedTuple):
-    """What a step gave for one request."""
+    """The result of one step for one request."""
 
     name: str
     tokens: list[int]
     logprobs: list[float]
-    """Under the distribution really sampled from."""
+    """Log-probs under the distribution that was sampled from."""
     cached: int
-    """Tokens of the prompt whose KV was there already."""
+    """Tokens of the prompt whose KV vLLM already had."""
     reason: str | None
-    """`stop`, `length` or what else ended it; None: it goes on."""
+    """`stop`, `length` or another reason for the end; None: the request continues."""
     versions: frozenset[str]
-    """Of the weights, or of the adapter, that made the whole response; known at its end."""
+    """Versions of the weights, or the adapter, that sampled the response; known at its end."""
     prompt: tuple[float, ...] = ()
-    """The model's log-probs of all tokens of the prompt but the first, where they were asked for."""
+    """The model's log-probs of all tokens of the prompt but the first, if requested."""
 
 
 @dataclass(slots=True)
 class Counters:
-    """What vLLM has counted since it began."""
+    """vLLM's counters since it began."""
 
     running: int = 0
     usage: float = 0.0
@@ -79,10 +79,10 @@ class Core:
         self.version = require()
         self.counters = Counters()
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        os.environ["OMP_NUM_THREADS"] = str(threads)  # otherwise vLLM computes with one
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # without it vLLM computes with one thread
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         if config.vllm.tensor_parallel_size == 1:
-            listen_to_nobody()
+            bind_to_loopback()
         torch.set_num_threads(threads)
         from vllm import SamplingParams
         from vllm.engine.arg_utils import EngineArgs
@@ -96,7 +96,7 @@ class Core:
         self.dtype: str = model.dtype
         given = arguments(model, config, slots=slots, lora=lora, seed=seed)
         if given["enforce_eager"]:
-            _compile_nothing()
+            _disable_compilation()
         try:
             made = EngineArgs(**given)
             vllm_config = made.create_engine_config()
@@ -109,7 +109,7 @@ class Core:
         self.context: int = self._engine.model_config.max_model_len
         self.vocab: int = self._engine.model_config.get_vocab_size()
         self.transit: Transit | None = None
-        """KV on its way; None: it does not move."""
+        """Exchange of KV with the connector; None: KV does not move."""
         if "kv_transfer_config" in given:
             from dora_rl.engine.vllm.connector import TRANSIT
 
@@ -118,7 +118,7 @@ class Core:
     # Requests.
 
     def add(self, name: str, tokens: list[int], most: int, sampling: Sampling, adapter: Any) -> str:
-        """Generate at most so many tokens after these; what vLLM calls it inside."""
+        """Submit a request for at most `most` tokens after these; return its name in vLLM's scheduler."""
         params = self._params(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -127,7 +127,7 @@ class Core:
             stop_token_ids=list(sampling.stop_ids),
             logit_bias=dict(sampling.logit_bias) or None,
             max_tokens=most,
-            ignore_eos=True,  # what ends a response is in `stop_ids`
+            ignore_eos=True,  # `stop_ids` has all ids that end a response
             detokenize=False,
             logprobs=0,
             flat_logprobs=True,
@@ -138,7 +138,7 @@ class Core:
         return inside
 
     def add_probe(self, name: str, tokens: list[int], most: int, adapter: Any) -> None:
-        """Say the log-probs of these tokens, generate a few more, and answer once, at the end."""
+        """Submit a request for the log-probs of these tokens and a few more tokens, with one output at its end."""
         params = self._params(
             temperature=1.0,
             max_tokens=most,
@@ -155,52 +155,52 @@ class Core:
         self._engine.abort_request(names)
 
     def step(self) -> list[Output]:
-        """One step of the running batch."""
+        """Compute one step of the running batch."""
         return [_output(one) for one in self._engine.step()]
 
     # Weights.
 
     def adapter(self, name: str, number: int, folder: str) -> Any:
-        """What requests name an adapter by."""
+        """Return the reference to an adapter that requests pass."""
         return self._adapter(lora_name=name, lora_int_id=number, lora_path=folder)
 
     def add_adapter(self, adapter: Any) -> None:
-        """Put an adapter beside the others."""
+        """Load an adapter beside the others."""
         if not self._engine.add_lora(adapter):
-            raise ValueError(f"vLLM did not take the adapter {adapter.lora_name}")
+            raise ValueError(f"vLLM refused the adapter {adapter.lora_name}")
 
     def remove_adapter(self, number: int) -> None:
-        """Let go of an adapter."""
+        """Remove an adapter."""
         self._engine.remove_lora(number)
 
     def adapters(self) -> set[int]:
-        """Numbers of the adapters that are there."""
+        """Return the numbers of the loaded adapters."""
         return set(self._engine.list_loras())
 
     def reload(self, folder: str, label: str) -> None:
-        """Serve the weights in this folder; only while nothing runs, since the KV of others is forgotten."""
+        """Serve the weights in this folder; only while nothing runs, since the KV cache is cleared."""
         self._engine.collective_rpc("dora_reload", args=(folder,))
         if not self._engine.reset_prefix_cache():
-            raise RuntimeError("vLLM's cache still holds KV of other weights")
+            raise RuntimeError("vLLM's cache still has KV of other weights")
         self._engine.set_weight_version(label)
 
     def differs(self, path: str) -> str:
-        """The first published tensor that is not what vLLM computes with, bit by bit; empty: all are."""
+        """Return the first published tensor that differs, in any bit, from the one inside vLLM; empty: none does."""
         return _first(self._engine.collective_rpc("dora_differs", args=(path,)))
 
     def adapter_differs(self, path: str, number: int, scale: float) -> str:
-        """The same for an adapter that is scaled so."""
+        """Return the same for an adapter that is scaled by `scale`."""
         return _first(self._engine.collective_rpc("dora_adapter_differs", args=(path, number, scale)))
 
 
-def listen_to_nobody() -> None:
-    """An engine of one process forms a group with itself, for which gloo would listen where the network can reach."""
+def bind_to_loopback() -> None:
+    """Let gloo listen on the loopback: an engine of one process forms a group with itself, without the network."""
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def arguments(model: ModelConfig, config: EngineConfig, *, slots: int, lora: Lora | None, seed: int) -> dict[str, Any]:
-    """vLLM's engine arguments for our settings."""
+    """Return vLLM's engine arguments for our settings."""
     own = config.vllm
     cpu = model.device == "cpu"
     if model.path.endswith(".gguf"):
@@ -239,7 +239,7 @@ def arguments(model: ModelConfig, config: EngineConfig, *, slots: int, lora: Lor
             "max_loras": slots,
             "max_cpu_loras": slots,
             "max_lora_rank": _room(lora.rank),
-            "lora_target_modules": list(lora.targets),  # otherwise all that could have one pay for it
+            "lora_target_modules": list(lora.targets),  # without it, every module that could be adapted costs time
         }
     ours = sorted(given.keys() & own.arguments.keys())
     if ours:
@@ -247,8 +247,8 @@ def arguments(model: ModelConfig, config: EngineConfig, *, slots: int, lora: Lor
     return given | dict(own.arguments)
 
 
-def _first(said: list[str]) -> str:
-    return next((one for one in said if one), "")
+def _first(names: list[str]) -> str:
+    return next((name for name in names if name), "")
 
 
 def _room(rank: int) -> int:
@@ -258,31 +258,31 @@ def _room(rank: int) -> int:
     raise ConfigError(f"'trainer.lora.rank' must be at most {_RANKS[-1]} with vLLM, not {rank}")
 
 
-def _output(said: Any) -> Output:
-    completion = said.outputs[0]
+def _output(output: Any) -> Output:
+    completion = output.outputs[0]
     logprobs = completion.logprobs
     spans: Iterable[Any] = completion.weight_versions or ()
-    adapter = completion.lora_request or said.lora_request
+    adapter = completion.lora_request or output.lora_request
     return Output(
-        name=said.request_id,
+        name=output.request_id,
         tokens=list(completion.token_ids),
         logprobs=_sampled(logprobs, completion.token_ids),
-        cached=said.num_cached_tokens or 0,
+        cached=output.num_cached_tokens or 0,
         reason=completion.finish_reason,
         versions=frozenset({adapter.lora_name} if adapter is not None else {span.version for span in spans}),
-        prompt=_of_prompt(said.prompt_logprobs, said.prompt_token_ids),
+        prompt=_of_prompt(output.prompt_logprobs, output.prompt_token_ids),
     )
 
 
 def _of_prompt(logprobs: Any, tokens: Any) -> tuple[float, ...]:
-    """Of all tokens of a prompt but the first, where they were asked for."""
+    """Return the log-probs of all tokens of a prompt but the first, if requested."""
     if logprobs is None:
         return ()
     return tuple(one[token].logprob for one, token in zip(logprobs[1:], tokens[1:], strict=True))
 
 
 def _sampled(logprobs: Any, tokens: Iterable[int]) -> list[float]:
-    """Of the sampled tokens, from either of the forms that vLLM gives them in."""
+    """Return the log-probs of the sampled tokens, from either of vLLM's two forms."""
     if logprobs is None:
         return []
     if hasattr(logprobs, "logprobs"):
@@ -291,7 +291,7 @@ def _sampled(logprobs: Any, tokens: Iterable[int]) -> list[float]:
 
 
 def _counting(counters: Counters) -> Any:
-    """A stat logger of vLLM that keeps what is counted here."""
+    """Return a stat logger class of vLLM that updates these counters."""
     from vllm.v1.metrics.loggers import StatLoggerBase
 
     class Counting(StatLoggerBase):  # type: ignore[misc]
@@ -312,8 +312,8 @@ def _counting(counters: Counters) -> Any:
     return Counting
 
 
-def _compile_nothing() -> None:
-    """Eager is to mean eager: parts of vLLM's sampler are compiled when first called, which takes a CPU a minute."""
+def _disable_compilation() -> None:
+    """Disable torch.compile: vLLM compiles parts of its sampler on the first call even if eager, a minute on a CPU."""
     import torch._dynamo
 
     torch._dynamo.config.disable = True

@@ -1,4 +1,4 @@
-"""Requests of vLLM into a bundle and out of it; with their KV where it could be taken."""
+"""Packs requests that were withdrawn from vLLM into a bundle, with their KV if vLLM had it, and checks arrivals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def pack(
     transit: Transit | None,
     segments: SegmentPool | None,
 ) -> KvBundle:
-    """A bundle of sequences that vLLM has let go of."""
+    """Make a bundle of sequences that were withdrawn from vLLM."""
     moved, sizes = [], []
     for sequence, kv in leaving.items():
         moved.append(
@@ -44,8 +44,8 @@ def pack(
     return bundle
 
 
-def sound(frame: Frame, version: Version | None, fingerprint: Fingerprint) -> MovedRequest:
-    """The request of a frame, if it is whole and goes on under the very weights that it comes from."""
+def check_frame(frame: Frame, version: Version | None, fingerprint: Fingerprint) -> MovedRequest:
+    """Return the request of a frame; refuse a damaged one and one that was sampled by other weights."""
     if frame.error is not None:
         raise frame.error
     moved = frame.moved
@@ -59,8 +59,8 @@ def sound(frame: Frame, version: Version | None, fingerprint: Fingerprint) -> Mo
     return moved
 
 
-def brought(moved: MovedRequest, frame: Frame, transit: Transit | None) -> Kv | None:
-    """The KV that has come along, if it can be used here."""
+def imported_kv(moved: MovedRequest, frame: Frame, transit: Transit | None) -> Kv | None:
+    """Return the KV in a frame, or None if it can't be used here."""
     if transit is None or moved.kv_shape is None or not moved.computed or moved.kv_shape != transit.shape():
         return None
     from dora_rl.engine.vllm.connector import Kv

