@@ -1,4 +1,4 @@
-"""`dora-rl sft` learns, writes a folder that loads, and says in one sentence what is wrong with its input."""
+"""`dora-rl sft` learns, writes a model that loads, and reports a mistake in its input in one sentence."""
 
 from __future__ import annotations
 

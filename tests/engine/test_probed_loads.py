@@ -179,7 +179,7 @@ def test_a_part_of_an_adapter_that_cannot_be_merged_is_refused() -> None:
                 transposed=(),
             )
         )
-    with pytest.raises(ModelError, match="no weight of the model"):
+    with pytest.raises(ModelError, match="is not a weight of the model"):
         dict(lora.merge([], pair, scale=1.0, transposed=()))
 
 

@@ -1,9 +1,9 @@
-"""Every causal LM of the installed `transformers` as a tiny model, and what rollout and training make of it.
+"""Builds every causal LM of the installed `transformers` as a tiny model, and checks it in rollout and training.
 
 A tiny model is made from the default config of its architecture: sizes shrink by the name of their setting (`SIZES`),
-lists with an entry for each layer keep one entry of each kind of layer, and `CHANGES` has what a single architecture
-needs besides. Weights are random and larger than a fresh model's, so that the log-probs of a token depend clearly on
-all tokens before it; otherwise wrong attention would hide behind nearly uniform distributions.
+lists with one entry per layer keep one entry for each kind of layer, and `CHANGES` has what a single architecture needs
+in addition. Weights are random and larger than in a freshly initialised model, so that the log-probs of a token depend
+clearly on all tokens before it; otherwise nearly uniform distributions would hide wrong attention.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from dora_rl.trainer.trainer import Trainer
 
 VOCAB = 96
 TOLERANCE = 2e-3
-"""Largest difference of a log-prob, in nats, that may be rounding."""
+"""Largest difference of a log-prob, in nats, that can be rounding."""
 CLEAR = 0.02
-"""Nats by which a changed first token must change some later log-prob."""
+"""The least amount, in nats, by which another first token must change some later log-prob."""
 
 _NAMES = {
     32: "hidden_size n_embd d_model dim model_dim embed_dim embedding_size hidden_dim word_embed_proj_dim "
@@ -61,7 +61,7 @@ _NAMES = {
 }
 SIZES = {name: size for size, names in _NAMES.items() for name in names.split()}
 
-# What single architectures need besides: settings that depend on each other in ways of their own.
+# What single architectures need in addition: settings that depend on each other.
 CHANGES: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "gemma3n_text": {"num_kv_shared_layers": 0},
@@ -74,35 +74,35 @@ CHANGES: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 2},
     "xmod": {"default_language": "en_XX"},
 }
-# Latent attention has as many heads for keys as for queries.
+# In latent attention, keys have as many heads as queries.
 _LATENT = "axk1 axk2 bailing_hybrid deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa kimi_linear "
 _LATENT += "longcat_flash minicpm3 youtu"
 CHANGES |= {name: {"num_key_value_heads": 4} for name in _LATENT.split()}
 CHANGES["deepseek_v2"] |= {"num_experts_per_tok": 2}
-# An architecture in more than one variant that changes its attention.
+# Variants of an architecture that change its attention.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "falcon": {"alibi": {"alibi": True}, "new-decoder": {"new_decoder_architecture": True}},
     "stablelm": {"parallel": {"use_parallel_residual": True, "qk_layernorm": True}},
 }
 
 
-class Walked(NamedTuple):
-    """What became of one architecture."""
+class CheckResult(NamedTuple):
+    """The result for one architecture."""
 
     rollout: str
-    """The runner that serves it, or why none does."""
+    """The runner that serves it, or the error message if none does."""
     rollout_exact: bool
     training: str
-    """The form in which it is trained, or why there is none."""
+    """The form in which it is trained, or the error message if there is none."""
     training_exact: bool
 
 
 class NotTinyError(Exception):
-    """A tiny model of this architecture can't be made here."""
+    """A tiny model of this architecture can't be built."""
 
 
 def names() -> list[str]:
-    """All architectures, by model type, and variants of some as `type:variant`."""
+    """All architectures by model type, and their variants as `type:variant`."""
     return [
         name
         for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -111,7 +111,7 @@ def names() -> list[str]:
 
 
 def build(name: str, seed: int = 0) -> Any:
-    """The tiny model; `NotTinyError` says why there is none."""
+    """Build the tiny model; a `NotTinyError` says why that is not possible."""
     kind, _, variant = name.partition(":")
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
@@ -121,7 +121,7 @@ def build(name: str, seed: int = 0) -> Any:
             config = shrunk(CONFIG_MAPPING[kind], changes)
             made: Any = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])
             if not isinstance(config, made.config_class):
-                config = config.get_text_config()  # of a model for several media, as `AutoModelForCausalLM` does
+                config = config.get_text_config()  # for a multimodal model, as in `AutoModelForCausalLM`
             with torch.device("meta"):
                 parameters = sum(parameter.numel() for parameter in made(config).parameters())
             if parameters > 7_000_000:
@@ -130,12 +130,12 @@ def build(name: str, seed: int = 0) -> Any:
             model = made(config)
             model.float().eval()
             _sharpen(model)
-            _look(model)
+            _check_usable(model)
     except NotTinyError:
         raise
     except Exception as error:
-        said = str(error).strip().splitlines() or [""]
-        raise NotTinyError(f"{type(error).__name__}: {said[0][:160]}") from error
+        lines = str(error).strip().splitlines() or [""]
+        raise NotTinyError(f"{type(error).__name__}: {lines[0][:160]}") from error
     return model
 
 
@@ -170,7 +170,7 @@ def _settings(config: Any, changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _picked_layers(given: dict[str, Any], changes: dict[str, Any]) -> tuple[list[int], int]:
-    """Layers to keep, and how many there were: the first of each kind, and at least two."""
+    """The layers to keep (the first of each kind, and at least two), and the number of all layers."""
     layers = next((given[name] for name in ("num_hidden_layers", "n_layer") if isinstance(given.get(name), int)), 0)
     kinds = given.get("layer_types") or given.get("layers_block_type") or given.get("attention_layers")
     if not isinstance(kinds, list) or len(kinds) != layers:
@@ -183,7 +183,7 @@ def _picked_layers(given: dict[str, Any], changes: dict[str, Any]) -> tuple[list
 
 @torch.no_grad()
 def _sharpen(model: Any) -> None:
-    """Weights under which outputs depend clearly on all inputs."""
+    """Set weights with which the outputs depend clearly on all inputs."""
     generator = torch.Generator().manual_seed(1)
     done: set[int] = set()
     for parameter in model.parameters():
@@ -201,7 +201,7 @@ def _sharpen(model: Any) -> None:
 
 @torch.no_grad()
 def plain(model: Any, tokens: list[int]) -> torch.Tensor:
-    """[tokens, vocabulary] log-probs by the module alone."""
+    """[tokens, vocabulary] log-probs from a plain forward pass of the module."""
     own = attention_of(model)
     set_attention(model, "eager")
     try:
@@ -211,22 +211,22 @@ def plain(model: Any, tokens: list[int]) -> torch.Tensor:
     return logits.float().log_softmax(-1)  # type: ignore[no-any-return]
 
 
-def _look(model: Any) -> None:
-    """A model is of use here if a plain forward pass works and shows which tokens came before."""
+def _check_usable(model: Any) -> None:
+    """A tiny model is useful if a plain forward pass works and its log-probs depend on the earlier tokens."""
     tokens = np.random.default_rng(0).integers(40, 80, 20).tolist()
-    found = plain(model, tokens)
-    if not found.isfinite().all():
+    logprobs = plain(model, tokens)
+    if not logprobs.isfinite().all():
         raise NotTinyError("random weights give no finite log-probs")
-    if found.shape[-1] > 4 * VOCAB:
+    if logprobs.shape[-1] > 4 * VOCAB:
         raise NotTinyError("its vocabulary does not shrink")
     other = plain(model, [tokens[0] + 5, *tokens[1:]])
-    if float((found - other)[3:].abs().max()) < CLEAR:
+    if float((logprobs - other)[3:].abs().max()) < CLEAR:
         raise NotTinyError("random weights give log-probs that do not depend on the tokens before")
 
 
-def walk(name: str) -> Walked:
-    """Build it, ask rollout and training for it, and verify what they compute; an `AssertionError` if that is wrong."""
-    return Walked(*_rollout(build(name)), *_training(build(name)))
+def check(name: str) -> CheckResult:
+    """Build the model and verify what rollout and training compute with it; a wrong result is an `AssertionError`."""
+    return CheckResult(*_rollout(build(name)), *_training(build(name)))
 
 
 def _rollout(model: Any) -> tuple[str, bool]:
@@ -243,22 +243,22 @@ def _rollout(model: Any) -> tuple[str, bool]:
     for index, prompt in enumerate(prompts):
         sampling = Sampling(max_tokens=8 + index)
         engine.submit(Request(trajectory=index, version=0, prompt=tuple(prompt), sampling=sampling))
-    said: dict[int, tuple[list[int], list[float]]] = {index: ([], []) for index in range(len(prompts))}
+    generated: dict[int, tuple[list[int], list[float]]] = {index: ([], []) for index in range(len(prompts))}
     while engine.busy:
         for chunk in engine.step().chunks:
-            said[chunk.trajectory][0].extend(chunk.tokens.tolist())
-            said[chunk.trajectory][1].extend(chunk.model_logprobs.tolist())
+            generated[chunk.trajectory][0].extend(chunk.tokens.tolist())
+            generated[chunk.trajectory][1].extend(chunk.model_logprobs.tolist())
     worst = 0.0
     for index, prompt in enumerate(prompts):
-        tokens, logprobs = said[index]
+        tokens, logprobs = generated[index]
         assert len(tokens) == 8 + index
-        whole = plain(model, prompt + tokens)[len(prompt) - 1 : -1]
-        wanted = whole.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        reference = plain(model, prompt + tokens)[len(prompt) - 1 : -1]
+        wanted = reference.gather(1, torch.tensor(tokens)[:, None])[:, 0]
         worst = max(worst, float((wanted - torch.tensor(logprobs)).abs().max()))
-        # Some by themselves: a model that looks ahead gives other log-probs for a sequence than for its beginning.
-        for place in (0, len(tokens) // 2):
-            alone = plain(model, prompt + tokens[:place])[-1, tokens[place]]
-            worst = max(worst, abs(float(alone) - logprobs[place]))
+        # Some prefixes alone: a model that looks ahead gives other log-probs for a sequence than for its prefix.
+        for position in (0, len(tokens) // 2):
+            alone = plain(model, prompt + tokens[:position])[-1, tokens[position]]
+            worst = max(worst, abs(float(alone) - logprobs[position]))
     assert worst <= TOLERANCE, f"rollout by the {engine.kernels} runner was accepted, and is wrong by {worst:.3g} nats"
     return engine.kernels, True
 
@@ -282,7 +282,7 @@ def _training(model: Any) -> tuple[str, bool]:
 
 
 def _compare_gradients(trainer: Trainer, batch: Any) -> None:
-    """The gradient of all log-probs together, packed and trajectory by trajectory."""
+    """Compare the gradient of all log-probs, packed and one trajectory at a time."""
     model = trainer.model
     trainer.policy(batch).logprobs.sum().backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

@@ -1,7 +1,7 @@
-"""Writes `docs/models.md`: for every causal LM of the installed `transformers`, whether it is exact or refused.
+"""Writes the table in `docs/models.md`: whether each causal LM of the installed `transformers` is exact or refused.
 
-python -m tests.models.table             walk over all of them and write the page
-python -m tests.models.table --check     walk over all of them and compare with the page
+python -m tests.models.table             check all models and write the page
+python -m tests.models.table --check     check all models and compare with the page
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-BEGIN = "<!-- walked -->"
+BEGIN = "<!-- generated -->"
 
 
 class Row(NamedTuple):
@@ -27,26 +27,26 @@ class Row(NamedTuple):
 
 
 def row(name: str) -> Row:
-    """Walk over one architecture."""
+    """Check one architecture."""
     from tests.models import architectures
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            walked = architectures.walk(name)
+            checked = architectures.check(name)
     except architectures.NotTinyError as error:
         return Row(name, "not built", str(error))
     except Exception as error:  # an assertion about what was computed, or a crash behind the check
         return Row(name, "WRONG", f"{type(error).__name__}: {str(error)[:200]}")
     return Row(
         name,
-        f"exact, {walked.rollout}" if walked.rollout_exact else "refused",
-        f"exact, {walked.training}" if walked.training_exact else "refused",
+        f"exact, {checked.rollout}" if checked.rollout_exact else "refused",
+        f"exact, {checked.training}" if checked.training_exact else "refused",
     )
 
 
 def rows_of(text: str) -> dict[str, Row]:
-    """The rows that a page has."""
+    """The rows of a page."""
     found = [
         [cell.strip(" `") for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:3] == "| `"
     ]
@@ -54,13 +54,13 @@ def rows_of(text: str) -> dict[str, Row]:
 
 
 def version_of(text: str) -> str:
-    """The version of `transformers` that a page was made with."""
-    line = next((line for line in text.splitlines() if line.startswith("Walked with transformers ")), "")
-    return line.removeprefix("Walked with transformers ").partition(":")[0]
+    """The version of `transformers` that a page was written with."""
+    line = next((line for line in text.splitlines() if line.startswith("Checked with transformers ")), "")
+    return line.removeprefix("Checked with transformers ").partition(":")[0]
 
 
 def rendered(rows: list[Row]) -> str:
-    """What stands behind the mark in the page."""
+    """The generated end of the page, after the mark."""
     import transformers
 
     def count(column: str, start: str) -> int:
@@ -68,7 +68,7 @@ def rendered(rows: list[Row]) -> str:
 
     built = [one for one in rows if one.rollout != "not built"]
     summary = (
-        f"Walked with transformers {transformers.__version__}: {len(rows)} architectures and variants, {len(built)} "
+        f"Checked with transformers {transformers.__version__}: {len(rows)} architectures and variants, {len(built)} "
         f"built tiny. Rollout: {count('rollout', 'exact')} exact, {count('rollout', 'refused')} refused. Training: "
         f"{count('training', 'exact')} exact, {count('training', 'refused')} refused. "
         f"Wrong: {count('rollout', 'WRONG')}."
@@ -80,7 +80,7 @@ def rendered(rows: list[Row]) -> str:
         "|---|---|---|",
         *(f"| `{one.name}` | {one.rollout} | {one.training} |" for one in built),
         "",
-        "Not built tiny from their default config, so nothing is known here; the check at load decides:",
+        "These could not be built as tiny models from their default config; the check at load decides about them:",
         "",
         "| model type | rollout | why |",
         "|---|---|---|",
@@ -89,8 +89,8 @@ def rendered(rows: list[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def walk_all(processes: int) -> list[Row]:
-    """All architectures, some at once."""
+def check_all(processes: int) -> list[Row]:
+    """Check all architectures, several at a time."""
     from tests.models import architectures
 
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
@@ -102,7 +102,7 @@ def main() -> None:
     arguments.add_argument("--check", action="store_true")
     arguments.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     given: Any = arguments.parse_args()
-    rows = walk_all(given.processes)
+    rows = check_all(given.processes)
     wrong = [one for one in rows if one.rollout == "WRONG"]
     text = PAGE.read_text(encoding="utf-8")
     new = text.partition(BEGIN)[0] + BEGIN + "\n" + rendered(rows)

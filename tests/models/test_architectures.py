@@ -1,4 +1,4 @@
-"""Every architecture is exact or refused. `make test-models` walks over all; here are those that differ most."""
+"""Every architecture is exact or refused. `make test-models` checks all; these tests check those that differ most."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dora_rl.trainer.trainer import Trainer
 from tests.engine import tiny
 from tests.models import architectures, table
 
-WALKED = (
+CHECKED = (
     *(
         "gptj",
         "gpt_neo",
@@ -41,16 +41,16 @@ WALKED = (
 RECURRENT = ("mamba", "rwkv")
 
 
-@pytest.mark.parametrize("name", WALKED)
+@pytest.mark.parametrize("name", CHECKED)
 def test_exact_in_rollout_and_training(name: str) -> None:
-    walked = architectures.walk(name)
-    assert walked.training_exact
-    assert walked.rollout_exact or name == "roberta", walked.rollout
+    checked = architectures.check(name)
+    assert checked.training_exact
+    assert checked.rollout_exact or name == "roberta", checked.rollout
     text = table.PAGE.read_text(encoding="utf-8")
     if table.version_of(text) == transformers.__version__:
         found = table.rows_of(text)[name]
-        assert found.training == f"exact, {walked.training}"
-        assert found.rollout == (f"exact, {walked.rollout}" if walked.rollout_exact else "refused")
+        assert found.training == f"exact, {checked.training}"
+        assert found.rollout == (f"exact, {checked.rollout}" if checked.rollout_exact else "refused")
 
 
 @pytest.mark.parametrize("name", RECURRENT)
@@ -61,7 +61,7 @@ def test_recurrent_models_are_refused_in_one_sentence(name: str) -> None:
     assert "\n" not in str(refused.value)
 
 
-def test_the_page_knows_every_architecture_and_none_is_wrong() -> None:
+def test_the_page_lists_every_architecture_and_none_is_wrong() -> None:
     text = table.PAGE.read_text(encoding="utf-8")
     rows = table.rows_of(text)
     assert not [row for row in rows.values() if row.rollout == "WRONG"]
@@ -70,7 +70,7 @@ def test_the_page_knows_every_architecture_and_none_is_wrong() -> None:
 
 
 def test_wrong_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch in which sequences attend over each other's keys is never served; another chosen is taken."""
+    """A runner whose sequences attend to each other's keys is not used; the next one is."""
     model = architectures.build("llama")
     config = EngineConfig(kernels="torch")
     assert choice.choose_runner(model, config, 128).name == "generic"
@@ -85,7 +85,7 @@ def test_wrong_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_wrong_decoding_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prefill is right, and decoding computes another token than the one that was sampled."""
+    """A runner whose prefill is right, but whose decoding computes another token than was sampled, is not used."""
     usual = TorchRunner.forward
 
     def forward(self: Any, rows: Any, threads: int, record: bool) -> Any:
@@ -99,7 +99,7 @@ def test_wrong_decoding_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_training_that_differs_is_refused_with_its_size() -> None:
     class Noisy(nn.Module):
-        """A layer that gives each call other results, as dropout that can't be switched off would."""
+        """A layer with other results in each call, like dropout that can't be switched off."""
 
         def __init__(self, inner: nn.Module) -> None:
             super().__init__()
@@ -114,7 +114,7 @@ def test_training_that_differs_is_refused_with_its_size() -> None:
         Trainer(model, TrainerConfig())
 
 
-def test_the_model_is_left_as_it_was() -> None:
+def test_choosing_a_form_leaves_the_model_unchanged() -> None:
     model = architectures.build("gptj")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     own = exactness.attention_of(model)
@@ -129,7 +129,7 @@ def test_the_model_is_left_as_it_was() -> None:
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 @pytest.mark.parametrize("length", [16, 17, 18, 40])
 def test_a_sliding_window_ends_where_that_of_transformers_ends(kernels: str, length: int) -> None:
-    """Gemma-2 with a window of 16 tokens and a soft cap, Mistral with one and without."""
+    """Gemma-2 with a window of 16 tokens and a soft cap, and Mistral with a window of 8."""
     for model in (tiny.model("gemma2"), architectures.build("mistral")):
         tokens = torch.randint(40, 80, (length,), generator=torch.Generator().manual_seed(length)).tolist()
         sequences = [tokens, tokens[:5], tokens[2:12]]
@@ -141,15 +141,15 @@ def test_a_sliding_window_ends_where_that_of_transformers_ends(kernels: str, len
 
 @pytest.mark.parametrize("kind", ["gemma2", "mistral"])
 def test_a_sliding_window_in_training_too(kind: str) -> None:
-    # Windows of 8 tokens, trajectories of up to 25. A window that ends elsewhere would be refused, and padding used.
-    assert architectures.walk(kind).training == "packed"
+    # Windows have 8 tokens, trajectories up to 25. With a wrong window, packing would be refused and padding used.
+    assert architectures.check(kind).training == "packed"
 
 
 def test_a_mixture_with_recurrent_layers_is_neither_served_nor_packed() -> None:
-    """The first sequence of a packed batch is right, and those behind it go on from its state."""
-    walked = architectures.walk("qwen3_next")
-    assert not walked.rollout_exact
-    assert walked.training == "padded"
+    """In a packed batch the first sequence is right, but the later ones continue from its state."""
+    checked = architectures.check("qwen3_next")
+    assert not checked.rollout_exact
+    assert checked.training == "padded"
 
 
 @pytest.mark.parametrize("name", ["gptj", "gpt_oss"])

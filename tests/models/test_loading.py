@@ -1,4 +1,4 @@
-"""Models load from a folder or a GGUF file, and say clearly when they can't."""
+"""Models load from a folder or a GGUF file; a model that can't be loaded is a clear error."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ def test_a_gguf_file_can_be_loaded_saved_and_loaded_again(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("path", "says"),
+    ("path", "message"),
     [("./not/here", "config.json"), ("missing.gguf", "no GGUF file")],
 )
-def test_a_missing_model_is_told(path: str, says: str) -> None:
-    with pytest.raises(ModelError, match=says):
+def test_a_missing_model_is_reported(path: str, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
         load(ModelConfig(path=path))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
-def test_a_missing_device_is_told(tmp_path: Path) -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device exists here")
+def test_a_missing_device_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="cuda"):
         load(ModelConfig(path=str(tmp_path), device="cuda"))
 
@@ -68,7 +68,7 @@ def test_an_unknown_dtype_names_the_known_ones() -> None:
 
 
 def write_gguf(made: Any, file: Path) -> None:
-    """A small Llama as llama.cpp would write it: its own names, and queries and keys in its own order of rows."""
+    """Write a small Llama as llama.cpp does: with its tensor names and its order of the rows of queries and keys."""
     config = made.config
     writer = gguf.GGUFWriter(str(file), "llama")
     writer.add_block_count(config.num_hidden_layers)

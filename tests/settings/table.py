@@ -29,7 +29,7 @@ SECTION = "a section: its keys have rows of their own"
 RUN: Table = {
     "model": Row("runtime.workers.trainer:TrainerWorker.__init__", why=SECTION),
     "model.path": Row("models.loading:load", "models/test_loading.py::test_a_folder_gives_back_what_was_saved"),
-    "model.device": Row("models.loading:load", "models/test_loading.py::test_a_missing_device_is_told"),
+    "model.device": Row("models.loading:load", "models/test_loading.py::test_a_missing_device_is_reported"),
     "model.dtype": Row("models.loading:load", "models/test_loading.py::test_the_dtype_is_what_was_asked_for"),
     "data": Row("runtime.supervisor.run:Run._wire", why=SECTION),
     "data.source": Row("envs.row_readers:rows", "envs/test_data.py::test_every_source_gives_the_same_problems"),
@@ -354,7 +354,8 @@ RUN: Table = {
         "settings/test_instance.py::test_experts_are_recorded_only_to_be_replayed",
     ),
     "trainer.moe.auxiliary_loss": Row(
-        "trainer.trainer:Trainer._loss", "trainer/test_moe.py::test_load_is_measured_and_balancing_pulls_on_the_routers"
+        "trainer.trainer:Trainer._loss",
+        "trainer/test_moe.py::test_expert_load_is_measured_and_balancing_changes_the_router_gradient",
     ),
     "trainer.micro_batch_tokens": Row(
         "trainer.trainer:Trainer._gradients", "settings/test_training.py::test_what_saves_memory_is_done"

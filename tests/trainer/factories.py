@@ -62,9 +62,9 @@ def groups(
     model: Any = None,
     holes: bool = True,
 ) -> list[Group]:
-    """Groups with shared prompts, ragged lengths and masked tokens inside.
+    """Groups with shared prompts, responses of different lengths and masked tokens inside.
 
-    With a model, behaviour log-probs are the model's own plus noise, so that ratios lie around one.
+    With a model, behaviour log-probs are the model's own plus noise, so that ratios are around one.
     """
     random = np.random.default_rng(seed)
     made = []
@@ -76,7 +76,7 @@ def groups(
             tokens = np.concatenate([prompt, response]).astype(np.int32)
             mask = np.arange(len(tokens)) >= len(prompt)
             if holes and len(response) > 6:
-                mask[len(prompt) + 2 : len(prompt) + 4] = False  # what an environment said
+                mask[len(prompt) + 2 : len(prompt) + 4] = False  # as for the tokens of an environment
             behaviour = plain_logprobs(model, tokens) if model is not None else -random.random(len(tokens)) * 4
             behaviour = np.minimum(behaviour + noise * random.standard_normal(len(tokens)), 0)
             siblings.append(
@@ -94,7 +94,7 @@ def groups(
 
 
 def plain_logprobs(model: Any, tokens: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Log-probs of each token but the first by one unpacked forward pass."""
+    """Log-probs of each token except the first, from one unpacked forward pass."""
     with torch.no_grad():
         ids = torch.from_numpy(tokens.astype(np.int64))[None]
         logits = model(input_ids=ids, use_cache=False).logits[0].log_softmax(-1)
@@ -103,7 +103,7 @@ def plain_logprobs(model: Any, tokens: np.ndarray[Any, Any]) -> np.ndarray[Any, 
 
 
 def trainer(model: Any, **settings: Any) -> Trainer:
-    """A trainer with settings as they would stand in a file."""
+    """A trainer with settings as in a config file."""
     return Trainer(model, TrainerConfig.model_validate(settings))
 
 

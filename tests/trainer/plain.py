@@ -1,4 +1,4 @@
-"""The objectives once more, written as plainly as the papers do: one padded batch, loops over trajectories."""
+"""The objectives as plain formulas, for comparison: one padded batch, and loops over trajectories."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dora_rl.core.trajectory import Group, Trajectory
 
 
 def padded_logprobs(model: Any, trajectories: list[Trajectory], temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """[B, T] log-probs and entropies of each token given those before, on one right-padded batch."""
+    """[B, T] log-probs and entropies of each token given the tokens before it, from one right-padded batch."""
     longest = max(len(t.tokens) for t in trajectories)
     ids = torch.zeros(len(trajectories), longest, dtype=torch.long)
     mask = torch.zeros_like(ids)
@@ -37,13 +37,13 @@ def advantages_of(name: str, groups: list[Group]) -> list[float]:
         return [c / (spread + 1e-4) for c in centred]
     for group in rewards:
         mean = sum(group) / len(group)
-        for place, reward in enumerate(group):
+        for index, reward in enumerate(group):
             if name == "supervised":
                 result.append(1.0)
             elif name == "dr_grpo":
                 result.append(reward - mean)
             elif name == "rloo":
-                others = group[:place] + group[place + 1 :]
+                others = group[:index] + group[index + 1 :]
                 result.append(reward - sum(others) / len(others))
             elif name == "reinforce_pp":
                 overall = sum(everyone) / len(everyone)
@@ -87,7 +87,7 @@ def trajectory_losses(name: str, logprobs: Tensor, behaviour: Tensor, advantage:
 
 
 def average(kind: str, rows: list[list[Tensor]], length: int) -> Tensor:
-    """Of the token losses of all trajectories."""
+    """The average of the token losses of all trajectories."""
     tokens = torch.stack([loss for row in rows for loss in row])
     if kind == "token_mean":
         return tokens.mean()
@@ -96,7 +96,7 @@ def average(kind: str, rows: list[list[Tensor]], length: int) -> Tensor:
     return tokens.sum() / (len(rows) * length)
 
 
-USUAL = {
+AGGREGATIONS = {
     "grpo": "sequence_mean", "dr_grpo": "constant_length", "dapo": "token_mean", "rloo": "token_mean",
     "reinforce_pp": "token_mean", "reinforce_pp_baseline": "token_mean", "gspo": "sequence_mean",
     "supervised": "token_mean", "cispo": "token_mean", "longcat": "constant_length",
@@ -112,4 +112,4 @@ def objective(name: str, model: Any, groups: list[Group], constant_length: int) 
         trained = torch.from_numpy(np.flatnonzero(trajectory.loss_mask))
         behaviour = torch.from_numpy(trajectory.behaviour_logprobs.copy())[trained]
         rows.append(trajectory_losses(name, logprobs[row, trained], behaviour, advantage))
-    return average(USUAL[name], rows, constant_length)
+    return average(AGGREGATIONS[name], rows, constant_length)

@@ -1,4 +1,4 @@
-"""A checkpoint is whole or not there, loads with `transformers`, and a run goes on from it as if never stopped."""
+"""A checkpoint is complete or absent, loads with `transformers`, and a run resumes from it as if never stopped."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_resumed_run_equals_one_that_never_stopped(tmp_path: Path, settings: d
     path = checkpoint.save(tmp_path, straight, last_step={"groups": 6})
     train(straight, 2)
 
-    torch.manual_seed(77)  # an adapter starts at random: what was random must come from the checkpoint
+    torch.manual_seed(77)  # an adapter starts at random, and its first values must come from the checkpoint
     resumed = trainer(llama(), **settings)
     restored = checkpoint.restore(path, resumed)
     assert (restored.version, restored.last_step) == (2, {"groups": 6})
@@ -78,7 +78,7 @@ def test_the_policy_folder_loads_with_transformers(tmp_path: Path, settings: dic
         assert not torch.allclose(loaded(ids).logits, make()(ids).logits, atol=1e-3)
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks by that name
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft uses that name
 def test_an_adapter_is_saved_beside_the_merged_policy(tmp_path: Path) -> None:
     from peft import PeftModel
 
@@ -115,7 +115,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def _save_forever(folder: str, ready: Any, seconds: Any) -> None:
-    """Versions 1, 2, 3 ..., with all weights equal to the version: a mixture would show."""
+    """Save versions 1, 2, 3 ..., with all weights equal to the version, so that a mixture would be visible."""
     torch.set_num_threads(1)
     made = trainer(llama(tie_word_embeddings=True))
     start = checkpoint.latest(Path(folder))
@@ -135,14 +135,14 @@ def _save_forever(folder: str, ready: Any, seconds: Any) -> None:
 def test_kill_at_fifty_random_moments_leaves_the_last_good_checkpoint(tmp_path: Path) -> None:
     context = multiprocessing.get_context("forkserver")  # a fresh process, without importing torch again each time
     context.set_forkserver_preload(["tests.trainer.test_checkpoint"])
-    dice = random.Random(0)
+    generator = random.Random(0)
     before, cut_short = 0, 0
     for _ in range(50):
         ready, seconds = context.Event(), context.Value("d", 0.0)
         process = context.Process(target=_save_forever, args=(str(tmp_path), ready, seconds))
         process.start()
         assert ready.wait(60)
-        process.join(dice.uniform(0, 2) * seconds.value)  # anywhere in the next two saves, however fast the machine
+        process.join(generator.uniform(0, 2) * seconds.value)  # within the next two saves, on any machine
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
         process.join()
@@ -156,4 +156,4 @@ def test_kill_at_fifty_random_moments_leaves_the_last_good_checkpoint(tmp_path: 
         assert restored.last_step == {"version": restored.version}
         for tensor in weights(made).values():
             assert (tensor == restored.version).all()
-    assert cut_short > 5, "the kills did not fall into the writing"
+    assert cut_short > 5, "too few kills happened during a save"

@@ -1,4 +1,4 @@
-"""Two processes with FSDP2 give the gradient, the weights, the errors and the checkpoints of one."""
+"""Two ranks with FSDP2 give the gradient, the weights, the errors and the checkpoints of one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.trainer.two_processes import MODELS, main, make
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where one process, and then two, have done the same."""
+    """The folder with the results of one rank, and of two ranks that did the same."""
     path = tmp_path_factory.mktemp("rank_groups")
     main(path)
     (path / "store").rename(path / "store-of-1")
@@ -30,9 +30,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         port = probe.getsockname()[1]
     processes = []
     for rank in range(2):
-        place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        variables = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         command = [sys.executable, "-m", "tests.trainer.two_processes", str(path)]
-        processes.append(subprocess.Popen(command, env=os.environ | place, stderr=subprocess.PIPE, text=True))
+        processes.append(subprocess.Popen(command, env=os.environ | variables, stderr=subprocess.PIPE, text=True))
     for process in processes:
         _, errors = process.communicate(timeout=600)
         assert process.returncode == 0, errors[-3000:]
@@ -44,7 +44,7 @@ def results(folder: Path, size: int, rank: int = 0) -> Any:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_two_processes_give_the_gradient_and_weights_of_one(folder: Path, name: str) -> None:
+def test_two_ranks_give_the_gradient_and_weights_of_one(folder: Path, name: str) -> None:
     one, two = results(folder, 1)[name], results(folder, 2)[name]
     if one["gradients"]:
         assert_close(two["gradients"], one["gradients"], 1e-5)
@@ -53,7 +53,7 @@ def test_two_processes_give_the_gradient_and_weights_of_one(folder: Path, name: 
 
 
 @pytest.mark.parametrize("name", ["untied", "moe-alone"])
-def test_all_processes_report_the_metrics_of_one(folder: Path, name: str) -> None:
+def test_all_ranks_report_the_metrics_of_one(folder: Path, name: str) -> None:
     one, two, other = (results(folder, *where)[name]["metrics"] for where in ((1,), (2, 0), (2, 1)))
     timed = {"tokens_per_second", "timing_s/train", "mfu", "kl", "correction/mean", "reference_kl"}
     for key in one.keys() - timed:
@@ -61,8 +61,8 @@ def test_all_processes_report_the_metrics_of_one(folder: Path, name: str) -> Non
         assert other[key] == two[key], key
 
 
-def test_what_lies_elsewhere_is_exchanged_where_the_processes_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL takes nothing from the host."""
+def test_values_are_reduced_on_the_device_of_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL can't reduce tensors in host memory."""
 
     class Values:
         def __init__(self, device: str) -> None:
@@ -76,17 +76,17 @@ def test_what_lies_elsewhere_is_exchanged_where_the_processes_can(monkeypatch: p
     monkeypatch.setattr("torch.distributed.all_reduce", lambda values, _: exchanged.append(values.device))
     values: Any = Values("cpu")
     rank_group = RankGroup(0, 2)
-    back: list[Any] = [rank_group.sum(values), rank_group.max(values)]
-    assert [one.device for one in back] == ["cpu", "cpu"]
+    reduced: list[Any] = [rank_group.sum(values), rank_group.max(values)]
+    assert [result.device for result in reduced] == ["cpu", "cpu"]
     assert exchanged == ["cuda", "cuda"]
 
 
-def test_every_process_learns_of_a_bad_trajectory(folder: Path) -> None:
+def test_every_rank_gets_the_ids_of_bad_trajectories(folder: Path) -> None:
     assert results(folder, 1)["culprits"] == {"trajectories": (11,)}
     assert results(folder, 2, 0)["culprits"] == results(folder, 2, 1)["culprits"] == {"trajectories": (11,)}
 
 
-def test_a_sharded_trainer_publishes_whole_tensors(folder: Path) -> None:
+def test_a_sharded_trainer_publishes_full_tensors(folder: Path) -> None:
     store = WeightStore(folder / "store", keep=2)
     with store.lease(1) as lease, WeightStore(folder / "store-of-1", keep=2).lease(1) as single:
         assert lease.verify(lease.tensors()) == results(folder, 2)["published"]["fingerprint"]
@@ -94,7 +94,7 @@ def test_a_sharded_trainer_publishes_whole_tensors(folder: Path) -> None:
             torch.testing.assert_close(lease.tensors()[name], tensor, atol=2e-4, rtol=1e-3)
 
 
-def test_a_checkpoint_of_two_processes_goes_on_in_one_and_the_reverse(folder: Path) -> None:
+def test_a_checkpoint_of_two_ranks_resumes_on_one_and_the_reverse(folder: Path) -> None:
     straight = make("untied", RankGroup())
     straight.accumulate(0, groups(count=3, seed=1))
     straight.apply(0)

@@ -1,4 +1,4 @@
-"""The gradient of a step is the gradient of the formula, however the step is cut up."""
+"""The gradient of a step equals the gradient of the formula, however the step is divided."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.trainer.factories import assert_close, gradients, groups, llama, moe,
 CONSTANT = 64
 
 
-def step_gradient(model: Any, parts: list[list[Group]], **settings: Any) -> dict[str, torch.Tensor]:
-    """The gradient that the optimiser would use, from a trainer that is given the groups in parts."""
+def step_gradient(model: Any, calls: list[list[Group]], **settings: Any) -> dict[str, torch.Tensor]:
+    """The gradient that the optimiser would use, from a trainer that is given the groups in several calls."""
     made = trainer(model, **settings)
     opened = None
-    for part in parts:
-        made.accumulate(0, part)
+    for batch in calls:
+        made.accumulate(0, batch)
     opened = made._open
     assert opened is not None
     if not made.config.streams:
@@ -84,7 +84,8 @@ def test_gradient_checkpointing_changes_nothing() -> None:
 @pytest.mark.parametrize("correction", ["none", "token_truncate", "sequence_truncate", "token_mask", "sequence_mask"])
 @pytest.mark.parametrize("name", all_algorithms())
 def test_gradients_of_every_loss_against_finite_differences(name: str, correction: str) -> None:
-    """In double precision, with respect to log-probs and entropies of each token, away from the kinks of clips."""
+    """The derivatives with respect to the log-prob and entropy of each token, in double precision and away from the
+    points where clipping starts."""
     config = AlgorithmConfig.model_validate(
         {
             "name": name,
@@ -116,7 +117,7 @@ def test_gradients_of_every_loss_against_finite_differences(name: str, correctio
         noisy(0.0004 if name == "gspo" else 0.5).requires_grad_(),
         torch.rand(count, generator=random, dtype=torch.float64).requires_grad_(),
     )
-    # CISPO's ratio is a weight without gradient by design: its derivative is taken with the weight held fixed.
+    # CISPO's ratio is a weight without gradient by design: the derivative is taken with a constant weight.
     if name == "cispo":
         total = value(*inputs)
         (found,) = torch.autograd.grad(total, inputs[0])
@@ -148,15 +149,15 @@ def test_corrections_follow_their_formulas() -> None:
         (found,) = torch.autograd.grad(
             micro_loss(config, policy, batch, advantages, References()).total, policy.logprobs
         )
-        for place in range(len(anchor)):
-            mine = batch.sequence == batch.sequence[place]
-            value = float(np.prod(gap[mine.numpy()])) if kind.startswith("sequence") else float(gap[place])
+        for token in range(len(anchor)):
+            siblings = batch.sequence == batch.sequence[token]
+            value = float(np.prod(gap[siblings.numpy()])) if kind.startswith("sequence") else float(gap[token])
             if kind.endswith("truncate"):
                 weight = min(value, 1.2)
             else:
                 weight = value if 0.8 <= value <= 1.2 else 0.0
-            wanted = -weight * float(advantages[batch.sequence[place]])
-            assert float(found[place]) == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+            wanted = -weight * float(advantages[batch.sequence[token]])
+            assert float(found[token]) == pytest.approx(wanted, rel=1e-4, abs=1e-6)
 
 
 def test_kl_entropy_and_temperature_against_the_plain_formula() -> None:

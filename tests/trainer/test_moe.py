@@ -1,4 +1,4 @@
-"""Experts of rollout are replayed in training, their load is measured and can be balanced."""
+"""Training replays the routing of rollout, and the load of the experts is measured and can be balanced."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def own_experts(model: Any, trajectory: Trajectory) -> Any:
 
 
 def random_experts(trajectory: Trajectory) -> Any:
-    # Keyed by the prompt, so that siblings agree on the experts of the tokens that they share.
+    # Seeded by the prompt, so that siblings have the same experts for the tokens that they share.
     random = np.random.default_rng(int(trajectory.tokens[0]))
     ranks = random.random((256, LAYERS, EXPERTS))[: len(trajectory.tokens)]
     return ranks.argsort(-1)[:, :, :USED].astype(np.int16)
@@ -66,7 +66,7 @@ def test_replaying_the_models_own_choice_changes_nothing(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["qwen3", "mixtral"])
 def test_other_experts_are_used_when_rollout_used_them(kind: str) -> None:
-    """The gradient of replay equals that of a model whose routers are overruled in the plainest way."""
+    """The gradient of replay equals that of a model whose router outputs are replaced by hooks."""
     batch = routed(groups(model=moe(kind)), random_experts)
     found = gradient(moe(kind), batch)
     plain = gradient(moe(kind), groups(model=moe(kind)))
@@ -77,7 +77,7 @@ def test_other_experts_are_used_when_rollout_used_them(kind: str) -> None:
     made = trainer(forced, moe={"replay_routing": False})
     routers = [module for module in forced.modules() if type(module).__name__.endswith("TopKRouter")]
     for layer, router in enumerate(routers):
-        # Plainly: the softmax over all experts, the weights of the wanted ones, made to sum to one.
+        # The softmax over all experts, and the weights of the wanted experts scaled so that they sum to one.
         def hook(module: Any, inputs: Any, output: Any, layer: int = layer) -> Any:
             wanted = packed[0][:, layer]
             probabilities = torch.exp(output[0]) / torch.exp(output[0]).sum(-1, keepdim=True)
@@ -85,16 +85,16 @@ def test_other_experts_are_used_when_rollout_used_them(kind: str) -> None:
             return output[0], picked / picked.sum(-1, keepdim=True), wanted
 
         router.register_forward_hook(hook)
-    (members,) = plan(batch, made.config.micro_batch_tokens)
-    experts = pack(members).experts
+    (trajectories,) = plan(batch, made.config.micro_batch_tokens)
+    experts = pack(trajectories).experts
     assert experts is not None
     packed.append(experts)
     made.accumulate(0, batch)
     assert_close(found, gradients(forced))
 
 
-def test_the_probe_is_of_the_models_own_choice_also_in_the_middle_of_a_step() -> None:
-    """What a slot is compared with must not depend on the experts of the batch that was packed last."""
+def test_the_probe_uses_the_models_own_routing_even_within_a_step() -> None:
+    """The probe must not depend on the experts of the micro-batch that was computed last."""
     made = trainer(moe())
     before = made.probe()
     made.accumulate(0, routed(groups(model=moe()), random_experts))
@@ -116,7 +116,7 @@ def test_unknown_experts_are_the_models_choice() -> None:
     assert_close(gradient(moe(), routed(batch, last_unknown)), gradient(moe(), batch))
 
 
-def test_load_is_measured_and_balancing_pulls_on_the_routers() -> None:
+def test_expert_load_is_measured_and_balancing_changes_the_router_gradient() -> None:
     batch = groups(model=moe())
     made = trainer(moe(), optimiser={"learning_rate": 1e-9})
     made.accumulate(0, batch)

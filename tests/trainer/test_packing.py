@@ -1,4 +1,4 @@
-"""Packing loses, repeats and pads nothing; the head equals a plain log-softmax in value and gradient."""
+"""Packing loses, repeats and pads no tokens; the head equals a plain log-softmax in value and gradient."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.trainer.factories import SMALL, groups, plain_logprobs
 def test_every_trajectory_once_and_no_bin_over_budget(count: int, size: int, seed: int, budget: int) -> None:
     batch = groups(count, size, seed=seed)
     bins = plan(batch, budget)
-    placed = sorted(t.id for members in bins for t in members)
-    assert placed == sorted(t.id for g in batch for t in g.trajectories)
-    for members in bins:
-        packed = pack(members)
-        assert packed.tokens.numel() <= budget or len(members) == 1
+    planned = sorted(t.id for trajectories in bins for t in trajectories)
+    assert planned == sorted(t.id for g in batch for t in g.trajectories)
+    for trajectories in bins:
+        packed = pack(trajectories)
+        assert packed.tokens.numel() <= budget or len(trajectories) == 1
 
 
 @settings(max_examples=50, deadline=None)
@@ -46,7 +46,7 @@ def test_rows_hold_the_trajectories_and_prompts_are_shared(count: int, size: int
 
 
 def exotic(kind: str) -> Any:
-    """Models with windows shorter than the trajectories, soft caps, and odd heads."""
+    """Models with attention windows shorter than the trajectories, soft caps and unusual head sizes."""
     torch.manual_seed(0)
     common: dict[str, Any] = SMALL | {"head_dim": 8, "pad_token_id": 0, "sliding_window": 8}
     config: Any = {
@@ -69,14 +69,14 @@ def test_windows_and_soft_caps(kind: str) -> None:
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("keep", [True, False], ids=["kept", "made again"])
+@pytest.mark.parametrize("keep", [True, False], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_head_equals_log_softmax(keep: bool, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "CHUNK_BYTES", 4 * 50 * 7)  # seven rows: the last chunk is ragged
+    monkeypatch.setattr(head, "CHUNK_BYTES", 4 * 50 * 7)  # seven rows, so that the last chunk is shorter
     monkeypatch.setattr(head, "KEEP_BYTES", 10**9 if keep else 0)
     random = torch.Generator().manual_seed(0)
     targets = torch.randint(0, 50, (24,), generator=random)
-    pulls = torch.randn(2, 24, generator=random)
+    coefficients = torch.randn(2, 24, generator=random)
     results = []
     for fused in (True, False):
         random.manual_seed(1)
@@ -86,7 +86,7 @@ def test_head_equals_log_softmax(keep: bool, temperature: float, monkeypatch: py
             logprobs, entropy = head.logprobs_and_entropy(states, weight, targets, temperature)
         else:
             logprobs, entropy = head.from_logits(states @ weight.T, targets, temperature)
-        (logprobs @ pulls[0] + entropy @ pulls[1]).backward()
+        (logprobs @ coefficients[0] + entropy @ coefficients[1]).backward()
         results.append((logprobs, entropy, states.grad, weight.grad))
     for found, wanted in zip(*results, strict=True):
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)

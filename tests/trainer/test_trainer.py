@@ -1,4 +1,4 @@
-"""What a step promises: it is closed whole or not at all, counted, and says who was at fault."""
+"""A step is applied completely or not at all, reports its metrics, and names the trajectories at fault."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> boo
     return all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 
-def replaced(group: Group, place: int, **changes: Any) -> Group:
+def replaced(group: Group, index: int, **changes: Any) -> Group:
     """The group with one trajectory changed."""
-    old = group.trajectories[place]
+    old = group.trajectories[index]
     fields = {name: getattr(old, name) for name in old.__struct_fields__} | changes
     trajectories = [*group.trajectories]
-    trajectories[place] = Trajectory(**fields)
+    trajectories[index] = Trajectory(**fields)
     return Group(id=group.id, trajectories=tuple(trajectories))
 
 
 def even(group: Group) -> Group:
-    """The group with equal rewards: no signal."""
-    for place in range(len(group.trajectories)):
-        group = replaced(group, place, reward=1.0)
+    """The group with equal rewards, so that all advantages are zero."""
+    for index in range(len(group.trajectories)):
+        group = replaced(group, index, reward=1.0)
     return group
 
 
@@ -59,7 +59,7 @@ def train_step(made: Trainer, batch: list[Group]) -> None:
 
 
 class PoisonedBackward(torch.autograd.Function):
-    """A forward pass that changes nothing, a backward pass that is not a number."""
+    """A forward pass that changes nothing, with a backward pass that gives NaN."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
@@ -71,7 +71,7 @@ class PoisonedBackward(torch.autograd.Function):
 
 
 def poison(model: Any, token: int) -> None:
-    """Make the gradient of every pass that holds this token NaN, and leave all losses as they are."""
+    """Make the gradient of every forward pass with this token NaN, and leave all losses as they are."""
 
     def hook(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = PoisonedBackward.apply(output) if (inputs[0] == token).any() else output
@@ -109,7 +109,7 @@ def test_nan_in_a_loss_names_the_trajectories_and_leaves_the_weights(settings: d
     assert caught.value.trajectories == (worst.id,)
     assert same(before, weights(model))
     assert same(moments, made.optimiser.moments())
-    made.accumulate(1, groups(seed=2, version=1))  # the step can be started anew
+    made.accumulate(1, groups(seed=2, version=1))  # the step can be started again
     assert made.apply(1).version == 2
 
 
@@ -152,13 +152,13 @@ def test_groups_without_signal_are_counted_and_skipped_only_if_asked() -> None:
 
 
 @pytest.mark.parametrize("without", [{1}, {0, 2}, {0, 1, 2, 3}])
-def test_what_has_no_gradient_is_not_computed_and_changes_nothing(
+def test_groups_without_gradient_are_not_computed_and_change_nothing(
     without: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     after, computed = [], []
     for everything in (True, False):
         model = llama()
-        # Weight decay and moments go on in a step without any gradient.
+        # Weight decay and moments also apply in a step without any gradient.
         made = trainer(model, optimiser={**FAST, "weight_decay": 0.1})
         if everything:
             monkeypatch.setattr(made, "_has_gradient", lambda *_: True)
@@ -177,14 +177,14 @@ def test_what_has_no_gradient_is_not_computed_and_changes_nothing(
 
 
 @pytest.mark.parametrize("other", [{"kl_coefficient": 0.1}, {"entropy_coefficient": 0.1}])
-def test_groups_without_advantages_are_computed_where_something_else_pulls(other: dict[str, float]) -> None:
+def test_groups_without_advantages_are_computed_if_another_term_has_a_gradient(other: dict[str, float]) -> None:
     made = trainer(llama(), algorithm=other)
     made.accumulate(0, [even(group) for group in groups()])
     assert made._open is not None
     assert made._open.trained_tokens > 0
 
 
-def test_a_step_of_skipped_groups_makes_no_update_but_a_version() -> None:
+def test_a_step_of_skipped_groups_makes_a_version_without_an_update() -> None:
     model = llama()
     before = weights(model)
     made = trainer(model, algorithm={"no_signal": "skip"}, optimiser=FAST)
@@ -208,12 +208,12 @@ def test_steps_out_of_order_are_refused(tmp_path: Path) -> None:
         made.accumulate(0, groups(count=1, first=1))
     with pytest.raises(IntegrityError, match="can't be published"):
         made.publish(1, WeightStore(tmp_path, keep=1))
-    assert made.publish(0, WeightStore(tmp_path, keep=1)), "an open step moves no weights yet"
+    assert made.publish(0, WeightStore(tmp_path, keep=1)), "an open step has not changed the weights"
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks by that name
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft uses that name
 @pytest.mark.parametrize("settings", [{}, {"lora": {"rank": 4}}], ids=["full", "lora"])
-def test_what_is_published_serves_the_policy_of_the_trainer(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_published_weights_give_the_policy_of_the_trainer(tmp_path: Path, settings: dict[str, Any]) -> None:
     model = llama(tie_word_embeddings=True)
     made = trainer(model, optimiser=FAST, **settings)
     made.accumulate(0, groups())
@@ -242,8 +242,8 @@ def test_what_is_published_serves_the_policy_of_the_trainer(tmp_path: Path, sett
         torch.testing.assert_close(served(ids).logits, model.eval()(ids).logits)
 
 
-def test_several_updates_are_several_updates() -> None:
-    """Two mini-batches in two epochs equal four steps of the optimiser by hand, ratios to the behaviour throughout."""
+def test_mini_batches_and_epochs_equal_single_updates() -> None:
+    """Two mini-batches in two epochs equal four single updates; all ratios refer to the behaviour policy."""
     batch = groups(count=4, model=llama())
     model = llama()
     made = trainer(model, optimiser=FAST, mini_batches=2, epochs=2)
@@ -259,7 +259,7 @@ def test_several_updates_are_several_updates() -> None:
 
 
 def test_a_correction_with_several_updates_keeps_the_gap_of_the_first() -> None:
-    """The gap between engines is that at the start of the step, even when updates have moved the policy."""
+    """The gap is that at the start of the step, even after updates have changed the policy."""
     model = llama()
     batch = groups(count=2, model=model, noise=0.5)
     made = trainer(model, optimiser=FAST, epochs=3, algorithm={"name": "dapo", "correction": "token_truncate"})
@@ -307,14 +307,14 @@ def test_lora_trains_the_adapter_and_nothing_else() -> None:
     made.accumulate(0, groups())
     assert all("lora_" in name for name in gradients(model))
     metrics = made.apply(0).metrics
-    assert metrics["reference_kl"] == pytest.approx(0, abs=1e-6), "an untouched adapter is the reference itself"
+    assert metrics["reference_kl"] == pytest.approx(0, abs=1e-6), "an untrained adapter gives the reference policy"
     made.accumulate(1, groups(version=1))
     assert made.apply(1).metrics["reference_kl"] > 1e-4
     after = {name.replace(".base_layer.", "."): tensor for name, tensor in model.state_dict().items()}
     assert same(before, after)
 
 
-def test_metrics_have_the_names_of_the_field() -> None:
+def test_metrics_of_fresh_and_stale_groups() -> None:
     model = llama()
     made = trainer(model, optimiser=FAST)
     made.accumulate(0, groups(count=2, model=llama(), noise=0.0))
@@ -328,12 +328,12 @@ def test_metrics_have_the_names_of_the_field() -> None:
     assert fresh["mfu"] > 0
     made.accumulate(1, groups(count=2, version=0, seed=4))
     stale = made.apply(1).metrics
-    assert "mismatch_kl" not in stale, "a stale trajectory's KL is not the engines' doing"
+    assert "mismatch_kl" not in stale, "the KL of a stale trajectory has other causes than engine and trainer"
     assert stale["off_policy/kl"] > 0
     assert stale["off_policy/trajectory_staleness"] == 1
 
 
-def test_the_mismatch_is_what_the_engine_is_off_by() -> None:
+def test_the_mismatch_gap_is_the_error_of_the_engine() -> None:
     made = trainer(llama(), optimiser=FAST)
 
     def off(one: Trajectory) -> Trajectory:
@@ -345,7 +345,7 @@ def test_the_mismatch_is_what_the_engine_is_off_by() -> None:
 
 
 def off_by(group: Group, by: Callable[[NDArray[np.float32]], NDArray[np.float32]]) -> Group:
-    """A group whose engine reported other log-probs."""
+    """The group as if the engine had reported other log-probs."""
     return Group(
         id=group.id,
         trajectories=tuple(
@@ -372,7 +372,7 @@ def test_a_gap_of_few_tokens_shows_in_the_percentile() -> None:
     assert 1.5 <= metrics["mismatch_gap_p99"] < 1.5 * 1.35
 
 
-def test_only_what_sampling_can_not_explain_is_a_gap() -> None:
+def test_the_gap_excludes_what_truncated_sampling_explains() -> None:
     right = groups(count=2, model=llama(), noise=0.0)
     raised = [off_by(group, lambda logprobs: logprobs + np.float32(0.1)) for group in right]  # as top-p = 0.9 would
     lowered = [off_by(group, lambda logprobs: logprobs - np.float32(0.1)) for group in right]
@@ -389,10 +389,10 @@ def test_only_what_sampling_can_not_explain_is_a_gap() -> None:
     assert gap(raised, explained_by_sampling(0.95, 0, 0.0)) == pytest.approx(0.1 + np.log(0.95), abs=1e-3)
     assert gap(raised, unbounded) == pytest.approx(0.0, abs=1e-3)
     for truncation in (0.0, nucleus, unbounded, explained_by_sampling(1.0, 0, 0.05)):
-        assert gap(lowered, truncation) == pytest.approx(0.1, abs=1e-3), "no truncation lowers what it keeps"
+        assert gap(lowered, truncation) == pytest.approx(0.1, abs=1e-3), "truncation never lowers a log-prob"
 
 
-def test_gaps_are_measured_alike_however_the_step_is_divided() -> None:
+def test_the_gap_does_not_depend_on_how_the_step_is_divided() -> None:
     given = [off_by(group, lambda logprobs: logprobs - np.float32(0.3)) for group in groups(count=4, model=llama())]
     found = []
     for tokens in (16, 4096):
@@ -469,7 +469,7 @@ def test_weights_too_coarse_to_train_are_refused() -> None:
     trainer(llama().to(torch.bfloat16), lora={"rank": 2})  # the base is frozen; the adapter is float32
 
 
-def test_a_bad_trajectory_cannot_be_written_down() -> None:
+def test_an_invalid_trajectory_cannot_be_constructed() -> None:
     good = groups(count=1)[0].trajectories[0]
     fields = {name: getattr(good, name) for name in good.__struct_fields__}
     cases: list[tuple[dict[str, Any], str]] = [

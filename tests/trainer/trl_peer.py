@@ -1,4 +1,4 @@
-"""TRL's own GRPO trainer, fed with given trajectories instead of generating."""
+"""TRL's GRPO trainer on given trajectories instead of generated ones."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 
 def number_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    """Every id is its own word; TRL wants to decode what it trains."""
+    """A tokenizer in which each id is a word, since TRL decodes the tokens that it trains."""
     words = {str(number): number for number in range(vocabulary)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="0"))
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="0", pad_token="0", unk_token="0")
 
 
 def trl_trainer(model: Any, groups: list[Group], folder: Path, **settings: Any) -> Any:
-    """A `GRPOTrainer` whose rollouts and rewards are those of the groups, in order."""
+    """A `GRPOTrainer` that takes its rollouts and rewards from the groups, in order."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from datasets import Dataset
@@ -48,7 +48,7 @@ def trl_trainer(model: Any, groups: list[Group], folder: Path, **settings: Any) 
         return [by_id[name].reward for name in trajectory]
 
     class Timed(GRPOTrainer):
-        """Counts the seconds that go into rollouts and rewards, which are not the update."""
+        """Measures the seconds spent on rollouts and rewards, which are not part of the update."""
 
         preparing = 0.0
 
@@ -89,7 +89,7 @@ def trl_trainer(model: Any, groups: list[Group], folder: Path, **settings: Any) 
 
 
 def scored_inputs(trainer: Any, groups: list[Group]) -> dict[str, Any]:
-    """What TRL trains on, with advantages by TRL and the ratio to the given behaviour log-probs."""
+    """TRL's training inputs, with TRL's advantages and the given behaviour log-probs."""
     trainer.current_gradient_accumulation_steps = 1  # as its training loop sets it
     rows = [{"prompt": str(g.id)} for g in groups for _ in g.trajectories]
     inputs: dict[str, Any] = trainer._generate_and_score_completions(rows)

@@ -1,4 +1,4 @@
-"""What each of several processes does in `test_distributed`: python -m tests.trainer.two_processes FOLDER."""
+"""The program of each rank in `test_distributed`: python -m tests.trainer.two_processes FOLDER."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MODELS: dict[str, Any] = {
     "checkpointing": llama,
 }
 SETTINGS: dict[str, Any] = {name: {"optimiser": {"learning_rate": 1e-2}, "micro_batch_tokens": 60} for name in MODELS}
-SETTINGS["moe-alone"] = SETTINGS["moe-alone"] | {"micro_batch_tokens": 10_000}  # of two processes one has no work
+SETTINGS["moe-alone"] = SETTINGS["moe-alone"] | {"micro_batch_tokens": 10_000}  # one of two ranks has no micro-batch
 SETTINGS["lora"] = SETTINGS["lora"] | {"lora": {"rank": 4}}
 SETTINGS["offload"] = SETTINGS["offload"] | {"optimiser": {"learning_rate": 1e-2, "offload": True}}
 SETTINGS["checkpointing"] = SETTINGS["checkpointing"] | {
@@ -43,14 +43,14 @@ SETTINGS["checkpointing"] = SETTINGS["checkpointing"] | {
 def make(name: str, rank_group: RankGroup) -> Trainer:
     torch.manual_seed(3)
     model = MODELS[name]()
-    torch.manual_seed(4)  # adapters start alike everywhere
+    torch.manual_seed(4)  # adapters start with the same values on all ranks
     return Trainer(model, TrainerConfig.model_validate(SETTINGS[name]), rank_group=rank_group)
 
 
 def run(name: str, rank_group: RankGroup) -> dict[str, Any]:
     """Gradients of the first step, weights after two, and the metrics of the second."""
     made = make(name, rank_group)
-    # An odd number of micro-batches: one process has to take part without work of its own.
+    # An odd number of micro-batches: one rank has to take part without a micro-batch.
     batch = groups(count=3, model=MODELS[name](), seed=1)
     made.accumulate(0, batch)
     gradients = {}

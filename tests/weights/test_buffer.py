@@ -1,4 +1,4 @@
-"""A version that came as bytes is what was published, without a copy, or is refused."""
+"""A version received as bytes gives the published tensors without a copy, or is refused."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def data(tmp_path: Path, version: int = 3) -> np.ndarray[Any, np.dtype[np.uint8]
     return read
 
 
-def test_what_was_published_is_what_arrives(tmp_path: Path) -> None:
+def test_a_buffer_has_the_published_tensors_without_a_copy(tmp_path: Path) -> None:
     sent = data(tmp_path)
-    parcel = WeightBuffer(3, sent)
-    found = parcel.tensors()
+    buffer = WeightBuffer(3, sent)
+    found = buffer.tensors()
     assert found.keys() == tensors(3).keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors(3).items())
-    assert parcel.verify(found) == parcel.manifest.fingerprint == WeightStore(tmp_path, keep=2).manifest(3).fingerprint
+    assert buffer.verify(found) == buffer.manifest.fingerprint == WeightStore(tmp_path, keep=2).manifest(3).fingerprint
     begin = sent.ctypes.data
     assert begin <= found["layer.weight"].data_ptr() < begin + len(sent)
 
@@ -38,12 +38,12 @@ def test_what_was_published_is_what_arrives(tmp_path: Path) -> None:
 def test_other_weights_are_not_served(tmp_path: Path) -> None:
     sent = data(tmp_path).copy()
     sent[-1] ^= 0x40
-    parcel = WeightBuffer(3, sent)
+    buffer = WeightBuffer(3, sent)
     with pytest.raises(FingerprintError):
-        parcel.verify(parcel.tensors())
+        buffer.verify(buffer.tensors())
 
 
-def test_bytes_that_are_no_version_are_refused(tmp_path: Path) -> None:
+def test_bytes_that_are_not_a_version_are_refused(tmp_path: Path) -> None:
     sent = data(tmp_path)
     size = int.from_bytes(sent[:8].tobytes(), "little")
     header = json.loads(sent[8 : 8 + size].tobytes())

@@ -1,4 +1,4 @@
-"""Published weights are whole, proven, shared without a copy, held by leases, and take the room of the window only."""
+"""Published weights are complete, verified, shared without a copy and held by leases; only the newest ones are kept."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def publish(store: WeightStore, version: int) -> str:
     return store.publish(version, [spec(name, tensor) for name, tensor in made.items()], made.values())
 
 
-def test_what_is_published_is_what_is_loaded(tmp_path: Path) -> None:
+def test_loaded_tensors_equal_the_published_ones(tmp_path: Path) -> None:
     store = WeightStore(tmp_path, keep=2)
     found = publish(store, 3)
     assert found == fingerprint(tensors(3)) == store.manifest(3).fingerprint
@@ -47,7 +47,7 @@ def test_what_is_published_is_what_is_loaded(tmp_path: Path) -> None:
         assert file.metadata()["version"] == "3"
 
 
-def test_the_fingerprint_is_of_names_shapes_types_and_bytes() -> None:
+def test_the_fingerprint_covers_name_dtype_shape_and_bytes() -> None:
     base = {"a": torch.arange(6).float(), "b": torch.ones(2)}
     others = [
         {"a": torch.arange(6).float(), "b": torch.tensor([1.0, 1.0000001])},
@@ -69,7 +69,7 @@ def test_serving_other_weights_than_published_is_an_error(tmp_path: Path) -> Non
         lease.verify(tensors(0))
 
 
-def test_only_the_window_takes_room(tmp_path: Path) -> None:
+def test_only_the_newest_versions_take_space(tmp_path: Path) -> None:
     store = WeightStore(tmp_path, keep=3)
     for version in range(8):
         publish(store, version)
@@ -79,7 +79,7 @@ def test_only_the_window_takes_room(tmp_path: Path) -> None:
     ]
 
 
-def test_a_leased_version_outlives_the_window_and_goes_with_its_last_lease(tmp_path: Path) -> None:
+def test_a_leased_version_is_kept_until_its_last_lease_ends(tmp_path: Path) -> None:
     store = WeightStore(tmp_path, keep=1)
     publish(store, 0)
     first, second = store.lease(0), store.lease(0)
@@ -93,7 +93,7 @@ def test_a_leased_version_outlives_the_window_and_goes_with_its_last_lease(tmp_p
     assert store.versions() == [0, 1]
     second.close()
     assert store.versions() == [1]
-    assert torch.equal(mapped["layer.weight"], tensors(0)["layer.weight"]), "what is mapped stays valid"
+    assert torch.equal(mapped["layer.weight"], tensors(0)["layer.weight"]), "mapped tensors stay valid"
     assert not any((tmp_path / "leases").iterdir())
 
 
@@ -124,7 +124,7 @@ def _hold(folder: str, ready: Any) -> None:
     lease.close()
 
 
-def test_a_lease_ends_with_its_process_however_that_ends(tmp_path: Path) -> None:
+def test_a_lease_ends_when_its_process_is_killed(tmp_path: Path) -> None:
     store = WeightStore(tmp_path, keep=1)
     publish(store, 0)
     context = multiprocessing.get_context("forkserver")
@@ -157,7 +157,7 @@ def test_a_failed_publish_leaves_nothing(tmp_path: Path) -> None:
 
 
 def _kilobytes(path: Path, kind: str) -> int:
-    """What Linux says of this process's mappings of a file."""
+    """The memory of this process's mappings of a file, according to Linux."""
     total, inside = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         field = line.split(" ")[0]
@@ -168,7 +168,7 @@ def _kilobytes(path: Path, kind: str) -> int:
     return total
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="asks Linux what is mapped")
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads /proc, which Linux has")
 def test_loading_maps_the_file_and_copies_nothing(tmp_path: Path) -> None:
     store = WeightStore(tmp_path, keep=1)
     big = {"big": torch.randn(4 << 20)}
@@ -181,13 +181,13 @@ def test_loading_maps_the_file_and_copies_nothing(tmp_path: Path) -> None:
         assert found.data_ptr() % 64 == 0
 
 
-def test_what_is_loaded_again_and_again_takes_no_memory(tmp_path: Path) -> None:
+def test_repeated_loads_take_no_memory(tmp_path: Path) -> None:
     many = {f"layer.{number}": torch.full((3,), float(number)) for number in range(500)}
     store = WeightStore(tmp_path, keep=1)
     store.publish(0, [spec(name, tensor) for name, tensor in many.items()], many.values())
 
     def load(times: int) -> int:
-        """Kilobytes of anonymous memory afterwards."""
+        """Load the version this often; returns the kilobytes of anonymous memory afterwards."""
         for _ in range(times):
             with store.lease(0) as lease:
                 assert len(lease.tensors()) == 500
@@ -196,4 +196,4 @@ def test_what_is_loaded_again_and_again_takes_no_memory(tmp_path: Path) -> None:
         return int(found[1])
 
     before = load(20)
-    assert load(60) - before < 500, "some dozens of bytes for each tensor that is ever loaded are a leak"
+    assert load(60) - before < 500, "a leak of some dozens of bytes per loaded tensor"
