@@ -241,7 +241,7 @@ def main() -> None:
         if pid == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.setsid()
-            log = os.open(Path(order["folder"]) / "logs" / "supervisor.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+            log = os.open(Path(order["folder"]) / "logs" / "output.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
             null = os.open(os.devnull, os.O_RDONLY)
             for target, source in ((0, null), (1, log), (2, log)):
                 os.dup2(source, target)

@@ -177,9 +177,9 @@ def _described(**changed: Any) -> Any:
         (_without("*.safetensors"), "there are no weights"),
         (_without("tokenizer*"), "there is no tokenizer"),
         (lambda model: (model / "config.json").write_text("{"), "config.json is not JSON"),
-        (_described(model_type=None), "names no 'model_type'"),
+        (_described(model_type=None), "has no 'model_type'"),
         (_described(model_type="perceptron"), "'model.path': cannot load"),
-        (_described(model_type="t5"), "'t5' is no causal language model"),
+        (_described(model_type="t5"), "'t5' is not a causal language model"),
     ],
 )
 def test_a_model_that_is_not_whole_is_refused(job: Path, damage: Any, complaint: str) -> None:
@@ -195,7 +195,7 @@ def test_the_models_own_context_counts(job: Path) -> None:
 
 def test_prompts_that_leave_little_room_are_noted(job: Path) -> None:
     said: list[str] = []
-    preflight.check(config(job, {"data": {"source": "code.py:tight"}}), job, notice=said.append)
+    preflight.check(config(job, {"data": {"source": "code.py:tight"}}), job, notify=said.append)
     assert said == [
         (
             "note: 1 of 2 prompts leave less than 'control.max_response_tokens' = 48 tokens of the context of 80 for "
@@ -205,8 +205,8 @@ def test_prompts_that_leave_little_room_are_noted(job: Path) -> None:
 
 
 def test_of_very_many_long_prompts_some_are_looked_at(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "_MOST_PROMPTS", 1)
-    assert "1 of 1 prompts that were looked at" in refusal(job, {"data": {"source": "code.py:long"}})
+    monkeypatch.setattr(preflight, "_MAX_PROMPTS", 1)
+    assert "1 of 1 prompts that were checked" in refusal(job, {"data": {"source": "code.py:long"}})
 
 
 @pytest.mark.parametrize("other", [reward("code.py:picky"), environment("Sound")], ids=["picky", "environment"])
@@ -234,14 +234,14 @@ def test_what_a_trial_has_started_ends_with_it(job: Path, monkeypatch: pytest.Mo
 
 def test_a_file_can_not_hold_runs(job: Path) -> None:
     (job / "file").touch()
-    assert "no run can be written" in refusal(job, {"out": str(job / "file")})
-    assert "no run can be written" in refusal(job, {"out": str(job / "file" / "runs")})
+    assert "can't write a run" in refusal(job, {"out": str(job / "file")})
+    assert "can't write a run" in refusal(job, {"out": str(job / "file" / "runs")})
 
 
 def test_where_nothing_can_be_written_no_run_begins(job: Path) -> None:
     said = refusal(job, {"out": "/proc/runs"})
-    assert said.startswith("no run can be written to '/proc/runs': ")
-    assert said.endswith("set 'out' to another folder (--out FOLDER)")
+    assert said.startswith("can't write a run to '/proc/runs': ")
+    assert said.endswith("set 'out' to another directory (--out DIRECTORY)")
 
 
 def test_a_disk_that_is_full_at_the_start_leaves_no_folder(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,8 +84,8 @@ def test_an_edited_base_folder_is_refused(host: Host, copy: RunDir, tmp_path: Pa
     copy.config.write_text(json.dumps(document | {"base": str(tmp_path / "other")}))
     outcome = host.start(copy).wait()
     assert outcome["code"] == 2
-    assert "base folder" in outcome["error"]
-    assert any("base folder" in problem for problem in audited(copy).problems)
+    assert "base directory" in outcome["error"]
+    assert any("base directory" in problem for problem in audited(copy).problems)
 
 
 def test_a_change_that_is_allowed_is_written_down(host: Host, copy: RunDir) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from dora_rl.runtime.tokenization import bare
+from dora_rl.runtime.tokenization import fast_tokenizer
 
 WARM = Path(__file__).parents[2] / "examples" / "quickstart" / "warm"
 texts = st.text(st.sampled_from("0123456789*+= <eos>é\n"), max_size=30)
@@ -30,7 +30,7 @@ def bytewise(kind: type[PreTrainedTokenizerFast] = PreTrainedTokenizerFast, **op
 @given(text=texts)
 @pytest.mark.parametrize("tokenizer", [AutoTokenizer.from_pretrained(WARM), bytewise()], ids=["warm", "bytes"])
 def test_without_its_wrapper_a_tokenizer_says_the_same(tokenizer: Any, text: str) -> None:
-    below = bare(tokenizer)
+    below = fast_tokenizer(tokenizer)
     assert below is not None
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert below.encode(text, add_special_tokens=False).ids == ids
@@ -42,9 +42,9 @@ def test_a_wrapper_that_adds_something_is_kept() -> None:
         def _decode(self, *args: Any, **kwargs: Any) -> str:
             return str(super()._decode(*args, **kwargs)).upper()
 
-    assert bare(bytewise(Shouting)) is None
-    assert bare(bytewise(clean_up_tokenization_spaces=True)) is None
+    assert fast_tokenizer(bytewise(Shouting)) is None
+    assert fast_tokenizer(bytewise(clean_up_tokenization_spaces=True)) is None
     cut = bytewise()
     cut.backend_tokenizer.enable_truncation(4)
-    assert bare(cut) is None
-    assert bare(object()) is None
+    assert fast_tokenizer(cut) is None
+    assert fast_tokenizer(object()) is None

@@ -59,7 +59,7 @@ def audited(folder: RunDir) -> Audit:
     found.figures.append(Named("replayed with the same decisions", "no" if problem else "yes"))
     records = [recorded.record for recorded in found.records]
     found.problems += config_problems(records, str(folder.base()), folder.settings())
-    found.problems += checkpoint_problems(records, folder.checkpoints, found.steps, going_on=going_on(folder))
+    found.problems += checkpoint_problems(records, folder.checkpoints, found.steps, running=going_on(folder))
     found.figures += _record_figures(found.records)
     return found
 

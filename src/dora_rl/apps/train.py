@@ -90,7 +90,7 @@ def begin(config: RunConfig, base: Path, name: str | None, *, dry_run: bool, tri
                 early.append(ForkServer(None))
                 undo.callback(early[0].close)
 
-        prepared = check(config, base, trial=trial, notice=_remark, meanwhile=start)
+        prepared = check(config, base, trial=trial, notify=_remark, meanwhile=start)
         if dry_run:
             print_config(config)
             return

@@ -1,7 +1,7 @@
-"""The checkpoints of a run, file by file: what the ledger has of them, and whether they are still that.
+"""The checkpoints of a run, file by file: what the ledger has recorded of them, and whether they still match.
 
-Every checkpoint is in the ledger with the digests of all its files, so that the policy which users take away can be
-proved. Nothing here needs torch: files are hashed, not parsed.
+The ledger has the digests of all files of every checkpoint, so that the policy which users take away can be verified.
+Nothing here needs torch: files are hashed, not parsed.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ def checkpoint_saved(name: str, files: Mapping[str, FileDigest], kept: Iterable[
     return CheckpointSaved(utc=utc(), name=name, version=_order(name)[0], files=dict(files), kept=tuple(kept))
 
 
-def checkpoint_names(folder: Path) -> list[str]:
-    """Whole checkpoints, oldest first."""
-    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+def checkpoint_names(directory: Path) -> list[str]:
+    """The names of complete checkpoints, oldest first."""
+    names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
     return sorted((name for name in names if _CHECKPOINT.fullmatch(name)), key=_order)
 
 
 def manifest(path: Path) -> dict[str, FileDigest]:
-    """What a checkpoint says of its own files, and `state.json`, which says it; empty if it can't be read."""
+    """The digests that a checkpoint's `state.json` has of its files, and that of `state.json`; empty if unreadable."""
     try:
         files = json.loads((path / "state.json").read_text())["files"]
         found = {str(name): FileDigest(size=one["size"], digest=one["digest"]) for name, one in files.items()}
@@ -40,7 +40,7 @@ def manifest(path: Path) -> dict[str, FileDigest]:
 
 
 def newer(names: Iterable[str], known: Collection[str]) -> list[str]:
-    """Those that are newer than all that are known."""
+    """The names that are newer than all known ones."""
     return [name for name in names if all(_order(name) > _order(one) for one in known)]
 
 
@@ -50,31 +50,31 @@ def policy(saved: CheckpointSaved) -> dict[str, FileDigest]:
 
 
 def checkpoint_problems(
-    records: Iterable[AnyRunRecord], folder: Path, newest: Version, *, going_on: bool
+    records: Iterable[AnyRunRecord], directory: Path, newest: Version, *, running: bool
 ) -> Iterator[str]:
-    """Where the checkpoints on disk, with the policies in them, are not what the ledger has.
+    """Where the checkpoints on disk, and the policies in them, differ from the ledger.
 
-    One that was written just before the supervisor was killed may not be in the ledger yet: it is newer than all that
-    are, no more than one version ahead of the log, and vouches for itself until the run is resumed.
+    A checkpoint that was written just before the supervisor was killed may not be in the ledger yet: it is newer than
+    all that are, at most one version ahead of the log, and is checked against its own digests until the run is resumed.
     """
     written = [record for record in records if isinstance(record, CheckpointSaved)]
     saved = {record.name: record for record in written}
     kept = written[-1].kept if written else ()
-    there = checkpoint_names(folder)
+    there = checkpoint_names(directory)
     late = [name for name in newer(there, saved) if _order(name)[0] <= newest + 1]
     for name in kept[len(late) :]:
-        set_aside = (folder / f"damaged-{name}").exists()  # by the trainer, which has said so
-        if name not in there and not set_aside and not going_on:
+        set_aside = (directory / f"damaged-{name}").exists()  # by the trainer, which has logged it
+        if name not in there and not set_aside and not running:
             yield f"checkpoint {name} is missing"
     for name in there:
         if name not in saved and name not in late:
             yield f"checkpoint {name} is not in the ledger"
             continue
-        expected = saved[name].files if name in saved else manifest(folder / name)
+        expected = saved[name].files if name in saved else manifest(directory / name)
         try:
-            found = tree_digests(folder / name)
+            found = tree_digests(directory / name)
         except OSError as error:
-            if not going_on:  # otherwise its time may just have come
+            if not running:  # a running trainer may just have deleted it
                 yield f"checkpoint {name} can't be read: {error}"
             continue
         for file, problem in differences(expected, found).items():

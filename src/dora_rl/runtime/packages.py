@@ -6,10 +6,10 @@ import importlib.util
 
 from dora_rl.core.errors import UserError
 
-INSTALL = "this command needs torch and transformers: pip install 'dora-rl[train]'"
+INSTALL = "this command requires torch and transformers: pip install 'dora-rl[train]'"
 
 
 def need_packages() -> None:
-    """Refuse to begin without torch and transformers; neither is imported."""
+    """Raise a `UserError` without torch and transformers; neither is imported."""
     if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
         raise UserError(INSTALL)

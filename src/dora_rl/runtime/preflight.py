@@ -1,8 +1,8 @@
-"""What is checked before a run has a folder: cheap things first, and nothing that needs torch before the rest is right.
+"""The checks before a run has a directory: cheap ones first, and nothing that needs torch before the rest is right.
 
-The order: the folder for runs, the data, the files of the model; then a trial call of the user's code in a process of
-its own, and beside it the model's configuration, its tokenizer and the lengths of the prompts. Each mistake is one
-sentence. What was read is handed to the run, so that nothing is read twice.
+The order: the directory for runs, the data, the files of the model; then a trial call of the user's code in a separate
+process, and in parallel the model's configuration, its tokenizer and the lengths of the prompts. Each mistake is
+reported in one sentence. What was read is passed on to the run, so that nothing is read twice.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from dora_rl.runtime.supervisor.evaluation import held_out_problems
 from dora_rl.runtime.tokenization import Tokenization
 from dora_rl.runtime.trial import Trial
 
-_MOST_PROMPTS = 1000
-"""Prompts that are tokenized to know their length; a tokenizer takes about a millisecond for a long one."""
+_MAX_PROMPTS = 1000
+"""Prompts that are tokenized to find their length; a long one takes about a millisecond."""
 
 
 class Prepared(NamedTuple):
-    """What the checks have read already."""
+    """What the checks have read."""
 
     text: Tokenization
     dataset: Dataset
     held_out: Sequence[Problem] | None
-    """For evaluations; None where there are none."""
+    """Problems of evaluations; None if the run has no evaluations."""
 
 
 def check(
@@ -44,24 +44,24 @@ def check(
     base: Path,
     *,
     trial: bool = True,
-    notice: Callable[[str], None] = lambda _: None,
+    notify: Callable[[str], None] = lambda _: None,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> Prepared:
-    """Check all that can be checked without a run folder; `meanwhile` is called when the quick checks are through."""
+    """Check all that can be checked without a run directory; `meanwhile` is called after the quick checks."""
     need_packages()
     check_out(Path(config.out))
     check_trackers(config)
     dataset = load(config.data, base)
     held_out = held_out_problems(config, base, dataset) if config.evaluation.every else None
     check_model_files(config.model)
-    elsewhere = config.runtime == "ray" and config.ray.address  # the packages of its nodes may be others
-    running = Trial(config.reward, config.environment, base, dataset.train[0]) if trial and not elsewhere else None
+    remote = config.runtime == "ray" and config.ray.address  # the nodes may have other packages
+    running = Trial(config.reward, config.environment, base, dataset.train[0]) if trial and not remote else None
     try:
         meanwhile()
-        if not elsewhere:
+        if not remote:
             check_device(config.model.device)
-        text = read_text(config)
-        check_prompts(text, config, [*dataset.train, *(held_out or ())], notice)
+        text = read_tokenizer(config)
+        check_prompts(text, config, [*dataset.train, *(held_out or ())], notify)
         if running is not None:
             running.finish()
     finally:
@@ -71,12 +71,12 @@ def check(
 
 
 def check_out(out: Path) -> None:
-    """Refuse a folder for runs that can't be made or written; nothing is left behind."""
-    there = out.absolute()
-    while not there.exists() and there != there.parent:
-        there = there.parent
+    """Refuse a directory for runs that can't be made or written; nothing is left behind."""
+    existing = out.absolute()
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
     try:
-        Path(tempfile.mkdtemp(prefix=".dora-rl-", dir=there)).rmdir()
+        Path(tempfile.mkdtemp(prefix=".dora-rl-", dir=existing)).rmdir()
     except OSError as error:
         raise ConfigError(unwritable(out, error)) from error
 
@@ -107,15 +107,15 @@ def check_model_files(config: ModelConfig) -> None:
     except ValueError as error:
         raise ModelError(f"'model.path': {described} is not JSON: {one_line(error)}") from error
     if not isinstance(settings, dict) or not isinstance(settings.get("model_type"), str):
-        raise ModelError(f"'model.path': {described} names no 'model_type'")
+        raise ModelError(f"'model.path': {described} has no 'model_type'")
     if not any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "*.bin")):
         raise ModelError(f"'model.path': there are no weights (*.safetensors) in {folder}")
     if not any(folder.glob("tokenizer*")):
         raise ModelError(f"'model.path': there is no tokenizer (tokenizer.json) in {folder}")
 
 
-def read_text(config: RunConfig) -> Tokenization:
-    """The model's tokenizer; an architecture that is no causal language model of `transformers` is refused."""
+def read_tokenizer(config: RunConfig) -> Tokenization:
+    """The model's tokenizer; an architecture that is not a causal language model of `transformers` is refused."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -123,12 +123,12 @@ def read_text(config: RunConfig) -> Tokenization:
     if not config.model.path.endswith(".gguf"):
         kind = describe(config.model).model_type
         if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-            raise ModelError(f"'model.path': '{kind}' is no causal language model of transformers")
+            raise ModelError(f"'model.path': '{kind}' is not a causal language model of transformers")
     return Tokenization(load_tokenizer(config.model), config)
 
 
 def describe(config: ModelConfig) -> Any:
-    """The model's own configuration."""
+    """The configuration in the model's files."""
     from transformers import AutoConfig
 
     try:
@@ -138,17 +138,17 @@ def describe(config: ModelConfig) -> Any:
 
 
 def check_prompts(
-    text: Tokenization, config: RunConfig, problems: Sequence[Problem], notice: Callable[[str], None]
+    text: Tokenization, config: RunConfig, problems: Sequence[Problem], notify: Callable[[str], None]
 ) -> None:
-    """Refuse prompts that fill the context; say so where the longest responses would not fit beside them."""
-    first = len(text.encode(problems[0]))  # a chat needs a template, which is found out here
+    """Refuse prompts that fill the context; notify the user if the longest responses would not fit after them."""
+    first = len(text.encode(problems[0]))  # raises if the prompts are chats and there is no template
     limit = context_limit(config)
     wanted = config.control.max_response_tokens
-    # A token has at least one byte, so most prompts are short enough without tokenizing them; what the template adds
-    # is no longer than the first prompt as a whole.
+    # A token has at least one byte, so most prompts are known to be short enough without tokenizing them; the template
+    # adds no more tokens than the whole first prompt has.
     doubtful = [problem for problem in problems if _bytes(problem) + first > limit - wanted]
-    chosen = doubtful[:: -(-len(doubtful) // _MOST_PROMPTS)] if doubtful else []
-    among = f"{len(problems)} prompts" if len(chosen) == len(doubtful) else f"{len(chosen)} prompts that were looked at"
+    chosen = doubtful[:: -(-len(doubtful) // _MAX_PROMPTS)] if doubtful else []
+    among = f"{len(problems)} prompts" if len(chosen) == len(doubtful) else f"{len(chosen)} prompts that were checked"
     lengths = [(problem, len(text.encode(problem))) for problem in chosen]
     over = [(problem, length) for problem, length in lengths if length >= limit]
     if over:
@@ -160,14 +160,14 @@ def check_prompts(
         )
     tight = [length for _, length in lengths if length + wanted > limit]
     if tight:
-        notice(
+        notify(
             f"note: {len(tight)} of {among} leave less than 'control.max_response_tokens' = {wanted} tokens of the "
             f"context of {limit} for the response; the longest has {max(tight)}"
         )
 
 
 def context_limit(config: RunConfig) -> int:
-    """Tokens of prompt and response together: the engine's limit, or the model's own if that is less."""
+    """Tokens of prompt and response together: the limit of the engine, or that of the model if it is lower."""
     limit = config.rollout.engine.max_context
     if config.model.path.endswith(".gguf"):
         return limit

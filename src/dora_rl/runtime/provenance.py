@@ -1,10 +1,10 @@
-"""What a run was made from, written down and compared each time that it is resumed.
+"""What a run was made from: recorded in the ledger, and compared each time that the run is resumed.
 
 Invariants:
-- the settings that a run began with are in its ledger; `config.json` is a copy. A copy that says otherwise is refused,
-  but for the settings in `CHANGEABLE`, and each of those that is another one is written down first;
-- user code and data may be mended while a run is interrupted: that is said and written down. The model that a run began
-  with may not: adapters and the reference policy stand on it.
+- the settings that a run was started with are in its ledger; `config.json` is a copy. A copy that differs is refused,
+  except in the settings of `CHANGEABLE`; a change of one of those is recorded before it takes effect;
+- user code and data may be changed while a run is interrupted: the user is notified and the change is recorded. The
+  model may not be changed: adapters and the reference policy depend on it.
 
 Nothing here needs torch.
 """
@@ -37,16 +37,16 @@ if TYPE_CHECKING:
     from dora_rl.runtime.run_dir import RunDir
 
 CHANGEABLE = ("rollout.instances", "rollout.engine.probe_tolerance", "runtime", "ray", "mismatch")
-"""Settings, or sections of them, that `config.json` may have otherwise than the run began with."""
+"""Settings, or sections of settings, in which `config.json` may differ from what the run was started with."""
 BOUND = "control.max_staleness"
-"""Can be another one too, but only by an event that the orchestrator takes; `config.json` keeps the first."""
+"""Can change too, but only by an event of the orchestrator; `config.json` keeps the first value."""
 _MODEL = {".safetensors", ".bin", ".json", ".model", ".txt", ".jinja", ".gguf"}
-_NAMED = 4
-"""Settings named in one sentence."""
+_MAX_NAMED = 4
+"""Settings that an error message names."""
 
 
 class ProvenanceDifference(NamedTuple):
-    """A setting that is not what it was."""
+    """A setting that has changed."""
 
     key: str
     before: Any
@@ -57,30 +57,30 @@ class ProvenanceDifference(NamedTuple):
 
 
 class Provenance:
-    """Of one run that is about to begin or to go on."""
+    """The provenance of a run that is about to be started or resumed."""
 
-    def __init__(self, folder: RunDir, config: RunConfig, ledger: Ledger, notice: Callable[[str], None]) -> None:
-        self._folder = folder
+    def __init__(self, run_dir: RunDir, config: RunConfig, ledger: Ledger, notify: Callable[[str], None]) -> None:
+        self._run_dir = run_dir
         self._config = config
         self._ledger = ledger
-        self._notice = notice
+        self._notify = notify
         self._pending: list[AnyRunRecord] = []
         self._files: FilesSeen | None = None
 
     def check(self) -> None:
-        """Compare with what the ledger has, before anything is done; what is new is written by `record`."""
+        """Compare with the ledger before anything is done; `record` writes what is new."""
         records = [one.record for one in self._ledger.records()]
-        config, base = json.loads(self._config.model_dump_json()), str(self._folder.base())
+        config, base = json.loads(self._config.model_dump_json()), str(self._run_dir.base())
         begun = next((record for record in records if isinstance(record, Configured)), None)
         if begun is None:
             if self._ledger.seq:
-                raise IntegrityError(f"{self._folder.ledger} does not say what the run began with; put back a copy")
+                raise IntegrityError(f"{self._run_dir.ledger} has no record of the run's settings; put back a copy")
             self._pending.append(configured(base, config))
         else:
             if base != begun.base:
                 raise UserError(
-                    f"{self._folder.config} has the base folder '{base}', and the run began with '{begun.base}': put "
-                    "it back, or begin a new run"
+                    f"{self._run_dir.config} has the base directory '{base}', but the run was started with "
+                    f"'{begun.base}': put it back, or start a new run"
                 )
             self._compare(self._resolved(settings_now(records)), config)
         self._files = _seen(self._config, Path(base))
@@ -88,43 +88,43 @@ class Provenance:
         self._pending += self._unrecorded(records)
 
     def record(self, at: Nanoseconds) -> None:
-        """Write down what is new: the run goes on with it."""
+        """Record what is new: the run continues with it."""
         for record in self._pending:
             if isinstance(record, SettingChanged):
-                self._notice(f"{record.key}: {json.dumps(record.before)} -> {json.dumps(record.after)}")
+                self._notify(f"{record.key}: {json.dumps(record.before)} -> {json.dumps(record.after)}")
             self._ledger.record(record, at)
         self._pending.clear()
 
     def look_again(self, at: Nanoseconds) -> None:
-        """At the end: a process that was started again in between has read what the files were then."""
+        """Compare the files at the end of the run: a worker that was restarted has read them as they were then."""
         if self._files is None:
             return
         try:
-            seen = _seen(self._config, self._folder.base())
+            seen = _seen(self._config, self._run_dir.base())
         except (OSError, UserError):
-            return  # the run's folder or its files are going away: the next start compares
+            return  # the run directory or its files are being deleted: the next start compares
         changed = [*_changed(self._files, seen, "code"), *_changed(self._files, seen, "data")]
         if changed:
-            self._notice(f"warning: while the run went on, {'; '.join(changed)}")
+            self._notify(f"warning: during the run, {'; '.join(changed)}")
             self._ledger.record(seen, at)
 
     def _compare(self, before: dict[str, Any], after: dict[str, Any]) -> None:
         found = list(differing(before, after))
         refused = [str(one) for one in found if not changeable(one.key)]
         if refused:
-            rest = f" and {len(refused) - _NAMED} more" if len(refused) > _NAMED else ""
+            rest = f" and {len(refused) - _MAX_NAMED} more" if len(refused) > _MAX_NAMED else ""
             raise UserError(
-                f"{self._folder.config} was changed: {', '.join(refused[:_NAMED])}{rest}; a run is resumed with the "
-                "settings that it began with: put them back, or begin a new run"
+                f"{self._run_dir.config} was changed: {', '.join(refused[:_MAX_NAMED])}{rest}; a run is resumed with "
+                "the settings that it was started with: put them back, or start a new run"
             )
         self._pending += [setting_changed(*one) for one in found]
 
     def _resolved(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """With the keys that a newer dora-rl has, at their defaults."""
+        """The settings, with the defaults of keys that a newer dora-rl has added."""
         from dora_rl.core.config import build
 
         resolved: dict[str, Any] = json.loads(
-            build(type(self._config), settings, str(self._folder.ledger)).model_dump_json()
+            build(type(self._config), settings, str(self._run_dir.ledger)).model_dump_json()
         )
         return resolved
 
@@ -135,20 +135,21 @@ class Provenance:
             return
         model = [one for one in _changed(before, self._files, "model") if "was added" not in one]
         if model:
-            raise UserError(f"the model that the run began with is another one: {model[0]}; put it back")
+            raise UserError(f"the model of the run has changed: {model[0]}; put it back")
         changed = [*_changed(before, self._files, "code"), *_changed(before, self._files, "data")]
         if changed:
-            self._notice(
-                f"warning: since the run was last begun, {'; '.join(changed)}; it goes on with them as they are"
+            self._notify(
+                f"warning: since the run was last started, {'; '.join(changed)}; "
+                "it continues with the files as they are"
             )
             self._pending.append(self._files)
 
     def _unrecorded(self, records: list[AnyRunRecord]) -> Iterator[CheckpointSaved]:
-        """Checkpoints that were written just before the former supervisor ended."""
+        """Checkpoints that were written just before the last supervisor ended."""
         known = {record.name for record in records if isinstance(record, CheckpointSaved)}
-        names = checkpoint_names(self._folder.checkpoints)
+        names = checkpoint_names(self._run_dir.checkpoints)
         for name in newer(names, known):
-            files = manifest(self._folder.checkpoints / name)
+            files = manifest(self._run_dir.checkpoints / name)
             if files:
                 yield checkpoint_saved(name, files, names)
 
@@ -165,7 +166,7 @@ def setting_changed(key: str, before: Any, after: Any) -> SettingChanged:
 
 
 def config_digest(base: str, config: dict[str, Any]) -> str:
-    """Of a resolved configuration."""
+    """The digest of a resolved configuration."""
     return bytes_digest(json.dumps({"base": base, "config": config}, sort_keys=True).encode())
 
 
@@ -173,7 +174,7 @@ def config_digest(base: str, config: dict[str, Any]) -> str:
 
 
 def settings_now(records: Iterable[AnyRunRecord]) -> dict[str, Any]:
-    """The settings that a run began with and what was changed since; the bound is as it was at first."""
+    """The settings that a run was started with, with the changes since; the staleness bound keeps its first value."""
     settings: dict[str, Any] = {}
     for record in records:
         if isinstance(record, Configured):
@@ -188,7 +189,7 @@ def settings_now(records: Iterable[AnyRunRecord]) -> dict[str, Any]:
 
 
 def differing(before: Mapping[str, Any], after: Mapping[str, Any], section: str = "") -> Iterator[ProvenanceDifference]:
-    """Settings that differ, by their dotted names; one that is not there counts as unset."""
+    """Settings that differ, by their dotted names; a missing one counts as unset."""
     for key in sorted(before.keys() | after.keys()):
         name, ours, theirs = f"{section}{key}", before.get(key), after.get(key)
         if isinstance(ours, dict) and isinstance(theirs, dict):
@@ -198,20 +199,20 @@ def differing(before: Mapping[str, Any], after: Mapping[str, Any], section: str 
 
 
 def changeable(key: str) -> bool:
-    """A run may be resumed with another value."""
+    """Whether a run may be resumed with another value of this setting."""
     return any(key == one or key.startswith(f"{one}.") for one in CHANGEABLE)
 
 
 def config_problems(records: Iterable[AnyRunRecord], base: str, config: Mapping[str, Any]) -> Iterator[str]:
-    """Where `config.json` is not what the ledger has. A key that the ledger does not know is of a newer dora-rl."""
+    """Where `config.json` differs from the ledger. A key that the ledger does not have was added by a newer dora-rl."""
     kept = list(records)
     begun = next((record for record in kept if isinstance(record, Configured)), None)
     if begun is None:
         return
     if begun.digest != config_digest(begun.base, begun.config):
-        yield "the configuration in the ledger is not the one that its digest was taken of"
+        yield "the configuration in the ledger does not match its digest"
     if base != begun.base:
-        yield f"config.json was changed: its base folder is '{base}', and the run began with '{begun.base}'"
+        yield f"config.json was changed: its base directory is '{base}', but the run was started with '{begun.base}'"
     before = settings_now(kept)
     for one in differing(before, config):
         if not changeable(one.key) and _known(before, one.key):
@@ -265,7 +266,7 @@ def _changed(before: FilesSeen, after: FilesSeen, kind: str) -> Iterator[str]:
 
 
 def files_changed(records: Iterable[RecordedAt]) -> Iterator[str]:
-    """What became of the files that a run reads, as far as it was noticed."""
+    """The changes of the files that a run reads, as far as they were noticed."""
     before: FilesSeen | None = None
     for one in records:
         if isinstance(one.record, FilesSeen):

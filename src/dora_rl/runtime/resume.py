@@ -1,7 +1,7 @@
 """What may change when a run is resumed.
 
-A run goes on with the settings that it began with. Only what does not change its results, or what the orchestrator
-takes as an event of its own, can be given anew: `rollout.instances`, `rollout.engine.probe_tolerance`,
+A run continues with the settings that it was started with. Only settings that do not change its results, or that the
+orchestrator changes by an event, can get other values: `rollout.instances`, `rollout.engine.probe_tolerance`,
 `control.max_staleness`, `runtime`, `ray` and `mismatch`.
 """
 
@@ -12,22 +12,22 @@ from dora_rl.core.errors import UserError
 from dora_rl.runtime.run_dir import RunDir
 
 
-def change(folder: RunDir, settings: list[str]) -> int | None:
-    """Resume elsewhere or with more or fewer instances, which is written down, or another K, which is returned."""
-    before = folder.read()
+def change(run_dir: RunDir, settings: list[str]) -> int | None:
+    """Write changed settings to the run directory; return the staleness bound if it is among them, else None."""
+    before = run_dir.read()
     tree = override(before.model_dump(mode="json"), settings)
     after = build(type(before), tree, "options")
-    elsewhere = {"runtime": after.runtime, "ray": after.ray, "mismatch": after.mismatch}
+    changed = {"runtime": after.runtime, "ray": after.ray, "mismatch": after.mismatch}
     engine = before.rollout.engine.model_copy(update={"probe_tolerance": after.rollout.engine.probe_tolerance})
     rollout = before.rollout.model_copy(update={"instances": after.rollout.instances, "engine": engine})
     control = before.control.model_copy(update={"max_staleness": after.control.max_staleness})
-    if before.model_copy(update={**elsewhere, "rollout": rollout, "control": control}) != after:
+    if before.model_copy(update={**changed, "rollout": rollout, "control": control}) != after:
         raise UserError(
-            "a run is resumed with the settings that it began with; only 'rollout.instances', "
-            "'rollout.engine.probe_tolerance', 'control.max_staleness', 'runtime', 'ray' and 'mismatch' can be others: "
-            "leave out the rest"
+            "a run is resumed with the settings that it was started with; only 'rollout.instances', "
+            "'rollout.engine.probe_tolerance', 'control.max_staleness', 'runtime', 'ray' and 'mismatch' can be "
+            "changed: leave out the others"
         )
-    written = before.model_copy(update={**elsewhere, "rollout": rollout})
+    written = before.model_copy(update={**changed, "rollout": rollout})
     if written != before:
-        folder.write(written)
+        run_dir.write(written)
     return after.control.max_staleness if any(one.startswith("control.max_staleness=") for one in settings) else None

@@ -1,17 +1,17 @@
-"""The folder of a run: the one place that knows what lies where.
+"""The run directory: the one module that knows which file of a run is where.
 
 config.json     the resolved configuration
-ledger.db       what became of every prompt, and the event log that the run is resumed from
-events.jsonl    the event log for people, one event with its commands a line
-metrics.jsonl   figures of each step
-samples.jsonl   some responses as text
-activity.jsonl  where the time of slots and trainer went, in windows
-weights/        published versions that are still held
-checkpoints/    what training goes on from; `policy/` in each is for users
-logs/           what the processes printed
-tensorboard/    the figures for TensorBoard
-report.html     the page about the run
-.lock .trainer  held by the supervisor and by the trainer: there is one of each
+ledger.db       the outcome of every prompt, and the event log that the run is resumed from
+events.jsonl    the event log in readable form: one event with its commands per line
+metrics.jsonl   the metrics of each step
+samples.jsonl   a few responses per step as text
+activity.jsonl  what slots and trainer spent their time on, in windows
+weights/        published versions that are still needed
+checkpoints/    what training is resumed from; `policy/` in each is for users
+logs/           logs of the supervisor and of each worker
+tensorboard/    the metrics for TensorBoard
+report.html     the report about the run
+.lock .trainer  locks of the supervisor and of the trainer: there is at most one of each
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from dora_rl.core.durable_files import sync
 from dora_rl.core.errors import UserError
 
 if TYPE_CHECKING:
-    # Only for types: what merely looks at a folder need not wait for torch.
+    # Only for types: commands that only read a run directory need not import torch.
     from dora_rl.runtime.config import RunConfig
     from dora_rl.weights.store import WeightStore
 
 _ALL_VERSIONS = 1 << 30
-"""The orchestrator says which versions are retired; the store frees none by itself."""
+"""The orchestrator decides which versions are retired; the store frees none by itself."""
 
 
 class RunDir:
-    """Paths of a run."""
+    """The paths of a run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -57,7 +57,7 @@ class RunDir:
 
     @classmethod
     def create(cls, config: RunConfig, base: Path, name: str | None = None) -> RunDir:
-        """A fresh folder under the config's `out`, with the config in it; `base` is where its other paths start."""
+        """Make a new directory below the config's `out`, with the config; its other paths are relative to `base`."""
         cls.check_name(name)
         stem = name or time.strftime("%Y%m%d-%H%M%S")
         parent = Path(config.out)
@@ -66,28 +66,28 @@ class RunDir:
             if not path.exists():
                 break
             path = parent / f"{stem}-{number}"
-        folder = cls(path)
+        run_dir = cls(path)
         try:
-            folder.logs.mkdir(parents=True)
-            folder._write(config, base.resolve())
+            run_dir.logs.mkdir(parents=True)
+            run_dir._write(config, base.resolve())
         except OSError as error:
             shutil.rmtree(path, ignore_errors=True)
             raise UserError(unwritable(parent, error)) from error
-        return folder
+        return run_dir
 
     @staticmethod
     def check_name(name: str | None) -> None:
-        """Refuse what is not the name of one folder."""
+        """Refuse a name that is not the name of one directory."""
         if name is not None and (Path(name).name != name or name in (".", "..", "")):
-            raise UserError(f"'{name}' can't be the name of a run: it is the name of one folder, under 'out'")
+            raise UserError(f"'{name}' can't be the name of a run: it must be the name of one directory below 'out'")
 
     @classmethod
     def open(cls, path: str | Path) -> RunDir:
-        """The folder of a run that exists."""
-        folder = cls(Path(path))
-        if not folder.config.is_file():
-            raise UserError(f"'{path}' is not the folder of a run: there is no config.json in it")
-        return folder
+        """The directory of a run that exists."""
+        run_dir = cls(Path(path))
+        if not run_dir.config.is_file():
+            raise UserError(f"'{path}' is not a run directory: there is no config.json in it")
+        return run_dir
 
     def read(self) -> RunConfig:
         """The run's configuration."""
@@ -96,12 +96,12 @@ class RunDir:
         return build(RunConfig, self.settings(), str(self.config))
 
     def settings(self) -> dict[str, Any]:
-        """The run's configuration as it was written, unchecked."""
+        """The run's configuration as it was written, not validated."""
         settings: dict[str, Any] = self._document()["config"]
         return settings
 
     def write(self, config: RunConfig) -> None:
-        """Go on with another configuration; the orchestrator's part must stay as it was."""
+        """Continue with another configuration; the section of the orchestrator must stay the same."""
         self._write(config, self.base())
 
     def _write(self, config: RunConfig, base: Path) -> None:
@@ -113,7 +113,7 @@ class RunDir:
         sync(self.path)
 
     def base(self) -> Path:
-        """Where relative paths of the configuration start."""
+        """The directory that relative paths of the configuration start from."""
         return Path(self._document()["base"])
 
     def store(self, config: RunConfig) -> WeightStore:
@@ -126,7 +126,7 @@ class RunDir:
 
     @property
     def memory(self) -> str:
-        """Names the run among all of this machine: runs of one name in different folders are different runs."""
+        """Name of the run in shared memory: runs of one name in different directories are different runs."""
         path = self.path.resolve()
         return f"{path.name}-{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
 
@@ -141,12 +141,12 @@ class RunDir:
 
 
 def unwritable(out: Path, error: OSError) -> str:
-    """The sentence about a folder for runs that can't be written."""
-    return f"no run can be written to '{out}': {error.strerror or error}; set 'out' to another folder (--out FOLDER)"
+    """The error message about an `out` directory that can't be written."""
+    return f"can't write a run to '{out}': {error.strerror or error}; set 'out' to another directory (--out DIRECTORY)"
 
 
 def parse(data: bytes) -> RunConfig:
-    """The configuration as a process was told it."""
+    """The configuration as a worker receives it."""
     from dora_rl.runtime.config import RunConfig
 
     return build(RunConfig, json.loads(data))

@@ -1,10 +1,10 @@
-"""One trial call of a run's user code before the run begins, in a process of its own.
+"""A trial call of a run's user code before the run starts, in a separate process.
 
-Rewards are called with the first problem and a plausible completion, an environment is reset to the first problem.
-Whatever the code does there (raise, exit, hang, return nonsense) becomes one sentence. The process is below a keeper,
-so it and all that it has started end when the trial is over.
+Rewards are called with the first problem and a plausible completion; an environment is reset to the first problem.
+Whatever goes wrong there (an exception, an exit, a hang, a wrong result) is reported in one sentence. The process is
+below a reaper, so it and everything that it has started end with the trial.
 
-The child reports a line of JSON for each stage that it begins, so that the parent knows what took too long or died.
+The child writes a line of JSON for each stage that it begins, so that the parent knows which stage hung or died.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from dora_rl.runtime.launch.fork_server import worker_environment
 from dora_rl.runtime.launch.reaper import KILL_SECONDS, SIGNAL_BASE, run_with_reaper
 
 _IMPORT_SECONDS = 300.0
-"""For importing the user's code. A run has no such limit; it is here so that a hanging import is named."""
+"""Time for importing the user's code. A run has no such limit; the trial has one so that it can report a hanging
+import."""
 _COMPLETION = "The answer is 42."
-"""Given to reward functions where the problem has no answer, or where they fail on the answer."""
-_WAY_OUT = "mend it, or skip this trial call with --no-trial"
-_WHAT = {
+"""Passed to reward functions if the problem has no answer, or if they fail on the answer."""
+_REMEDY = "fix it, or skip this trial call with --no-trial"
+_STAGES = {
     "import": "importing the code of the reward or environment",
     "reward": "the reward",
     "reset": "the environment",
@@ -42,7 +43,7 @@ _WHAT = {
 
 
 class Trial:
-    """A trial that is under way."""
+    """A trial call in progress."""
 
     def __init__(self, reward: RewardConfig, environment: EnvironmentConfig, folder: Path, problem: Problem) -> None:
         self._seconds = {
@@ -73,22 +74,22 @@ class Trial:
         os.close(replies)
 
     def finish(self) -> None:
-        """Wait for the result; what went wrong is raised as one sentence."""
+        """Wait for the result; raises a `ConfigError` that says in one sentence what went wrong."""
         try:
             last = self._follow()
             stage, failed = last["stage"], last.get("failed")
             if failed is not None:
-                raise ConfigError(failed if stage == "import" else f"{self._call(stage)} failed: {failed}; {_WAY_OUT}")
+                raise ConfigError(failed if stage == "import" else f"{self._call(stage)} failed: {failed}; {_REMEDY}")
             if stage != "done":
-                raise ConfigError(f"{self._call(stage)} ended its process ({self._end()}); {_WAY_OUT}")
+                raise ConfigError(f"{self._call(stage)} ended its process ({self._end()}); {_REMEDY}")
         finally:
             self.stop()
 
     def stop(self) -> None:
-        """End the process and what it has started, whatever they do."""
+        """End the process and everything that it has started, whatever they do."""
         if self._output.closed:
             return
-        self._process.terminate()  # the keeper ends all that is below it
+        self._process.terminate()  # the reaper kills everything below it
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(2 * KILL_SECONDS)
         self._process.kill()
@@ -97,19 +98,19 @@ class Trial:
         self._output.close()
 
     def _follow(self) -> dict[str, Any]:
-        """The last stage that the child has reported, when it has ended."""
+        """Wait until the child has ended; returns the last stage that it reported."""
         last: dict[str, Any] = {"stage": "import"}
-        begun = ""
+        partial = ""
         end = time.monotonic() + self._seconds["import"]
         while True:
             if not select.select([self._replies], [], [], max(0.0, end - time.monotonic()))[0]:
                 stage = last["stage"]
-                raise ConfigError(f"{self._call(stage)} took longer than {self._seconds[stage]:g} s; {_WAY_OUT}")
+                raise ConfigError(f"{self._call(stage)} took longer than {self._seconds[stage]:g} s; {_REMEDY}")
             read = os.read(self._replies, 1 << 16)
             if not read:
                 self._process.wait()
                 return last
-            *lines, begun = (begun + read.decode()).split("\n")
+            *lines, partial = (partial + read.decode()).split("\n")
             for line in lines:
                 last = json.loads(line)
                 if last["stage"] == "done" or "failed" in last:
@@ -117,10 +118,10 @@ class Trial:
                 end = time.monotonic() + self._seconds[last["stage"]]
 
     def _call(self, stage: str) -> str:
-        return _WHAT[stage] if stage == "import" else f"a trial call of {_WHAT[stage]} on the first problem"
+        return _STAGES[stage] if stage == "import" else f"a trial call of {_STAGES[stage]} on the first problem"
 
     def _end(self) -> str:
-        """How the process ended, and the last line that it printed."""
+        """How the process ended, with the last line that it printed."""
         code = self._process.returncode
         number = -code if code < 0 else code - SIGNAL_BASE
         how = signal.Signals(number).name if number in set(signal.Signals) else f"exit status {code}"
@@ -130,11 +131,11 @@ class Trial:
 
 
 def _serve(replies: int, asked: dict[str, Any]) -> None:
-    """The child's side."""
+    """The side of the child process."""
     from dora_rl.envs.environment import Environments
     from dora_rl.envs.rewards import RewardScorer
 
-    def say(stage: str, failed: str | None = None) -> None:
+    def report(stage: str, failed: str | None = None) -> None:
         line = {"stage": stage} if failed is None else {"stage": stage, "failed": failed}
         os.write(replies, json.dumps(line).encode() + b"\n")
         if failed is not None:
@@ -146,25 +147,25 @@ def _serve(replies: int, asked: dict[str, Any]) -> None:
         scorer = RewardScorer(reward, folder)
         environments = None if environment.kind is None else Environments(environment, folder, None)
     except UserError as error:
-        say("import", str(error))
+        report("import", str(error))
         return
     if environments is not None:
-        say("reset")
+        report("reset")
         session = environments.begin(problem)
         session.close()
         if session.failed is not None:
-            say("reset", session.failed)
+            report("reset", session.failed)
     if reward.functions:
         failures = []
         for completion in {problem.answer or _COMPLETION: None, _COMPLETION: None}:
-            say("reward")
+            report("reward")
             failures.append(scorer.score(problem, completion).failed)
             if failures[-1] is None:
                 break
         if failures[-1] is not None:
-            say("reward", failures[0])
-    say("done")
-    os._exit(0)  # whatever threads the user's code has left
+            report("reward", failures[0])
+    report("done")
+    os._exit(0)  # even if the user's code has left threads running
 
 
 if __name__ == "__main__":
