@@ -139,6 +139,6 @@ def _accuracy(loaded: Any, rows: list[Any], temperature: float) -> float:
     said = tiny.run(
         engine,
         [Request(trajectory=i, version=0, prompt=prompt, sampling=sampling) for i, prompt in enumerate(prompts)],
-    ).said
+    ).responses
     texts = [loaded.tokenizer.decode(list(said[i].tokens), skip_special_tokens=True) for i in range(len(rows))]
     return float(np.mean(np.array(task.reward([row["prompt"] for row in rows], texts)) == 1.0))

@@ -1,4 +1,4 @@
-"""Shared by the engine's tests."""
+"""Fixtures of the engine's tests."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dora_rl.engine.cpu_kernels import runner
 
 
 @pytest.fixture(autouse=True)
-def near(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests' models are small on every machine, whatever its caches."""
+def small_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests' models count as small on every machine, whatever its caches."""
 
     def cache_budget(_library: ctypes.CDLL) -> int:
         return 1 << 20

@@ -1,4 +1,4 @@
-"""Which processors the kernels can be compiled for and run on here."""
+"""Processors that the kernels can be compiled for and run on here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-# What a compiler may use of a processor without being asked by the source, as it says so and as the system does.
+# Features that a compiler may use without being asked by the source: its macro, and the name in /proc/cpuinfo.
 _FEATURES = {
     "__SSE3__": "pni",
     "__SSSE3__": "ssse3",
@@ -36,7 +36,7 @@ X86 = ("x86-64", "x86-64-v3", "znver3", "x86-64-v4", "native")
 
 @functools.cache
 def runnable() -> list[str]:
-    """Values of `-march` whose instructions this processor has, by the compiler's and the system's own word."""
+    """Return the values of `-march` whose instructions this processor has, according to compiler and system."""
     if platform.machine() != "x86_64":
         return ["native"]
     return [arch for arch in X86 if arch == "native" or _has(arch)]
@@ -45,11 +45,11 @@ def runnable() -> list[str]:
 def _has(arch: str) -> bool:
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
-        return False  # there is nothing to compile with: what is tested is the fallback
+        return False  # without a compiler only the fallback is tested
     command = [compiler, f"-march={arch}", "-dM", "-E", "-x", "c++", "/dev/null"]
     told = subprocess.run(command, capture_output=True, text=True)
     if told.returncode:
-        return False  # an older compiler does not know it
+        return False  # the compiler is too old for it
     defined = {line.split()[1] for line in told.stdout.splitlines()}
     flags = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")).split()
     return all(flag in flags for macro, flag in _FEATURES.items() if macro in defined)

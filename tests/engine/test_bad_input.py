@@ -1,4 +1,4 @@
-"""What can't be served is refused by a typed error; the others go on."""
+"""A request that can't be served is refused with a typed error, and the others continue."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ GOOD: dict[str, Any] = {"trajectory": 1, "version": 0, "prompt": (3, 4, 5), "sam
         ({"sampling": Sampling(max_tokens=200)}, PromptError, "kv_bytes"),
     ],
 )
-def test_one_bad_request_is_refused_alone(change: dict[str, Any], error: type[Exception], says: str) -> None:
+def test_a_bad_request_is_refused_and_affects_no_other(
+    change: dict[str, Any], error: type[Exception], says: str
+) -> None:
     made = tiny.model("llama")
     engine = tiny.engine(made, kv_bytes=tiny.kv_bytes(made, 6))
     engine.submit(Request(**GOOD | {"trajectory": 0}))
@@ -45,12 +47,12 @@ def test_one_bad_request_is_refused_alone(change: dict[str, Any], error: type[Ex
     with pytest.raises(error, match=says):
         engine.submit(Request(**GOOD | change))
     engine.submit(Request(**GOOD | {"trajectory": 2}))
-    listener = tiny.run(engine, [])
-    assert {one.tokens for one in listener.finished.values()} == {8}
-    assert set(listener.finished) == {0, 2}
+    collector = tiny.run(engine, [])
+    assert {one.tokens for one in collector.finished.values()} == {8}
+    assert set(collector.finished) == {0, 2}
 
 
-def test_numbers_that_are_none_end_a_request_alone() -> None:
+def test_logits_that_are_not_finite_end_only_their_request() -> None:
     made = tiny.model("llama")
     state = {name: tensor.clone() for name, tensor in made.state_dict().items()}
     state["model.embed_tokens.weight"][90] = float("nan")
@@ -69,7 +71,7 @@ def test_numbers_that_are_none_end_a_request_alone() -> None:
     assert [event.trajectory for event in failed] == [0]
 
 
-def test_native_kernels_that_can_not_be_had() -> None:
+def test_native_kernels_are_refused_for_a_model_they_do_not_support() -> None:
     with pytest.raises(ModelError, match="Gemma2ForCausalLM"):
         tiny.engine(tiny.model("gemma2"), kernels="native")
 
@@ -88,19 +90,19 @@ def test_threads_can_change_between_steps() -> None:
     some = tiny.requests(6, max_tokens=30)
     for request in some:
         engine.submit(request)
-    listener = tiny.Listener()
+    collector = tiny.Collector()
     for threads in (1, 3, 2, 1, 4):
         engine.set_threads(threads)
-        listener.hear(engine.step())
+        collector.collect(engine.step())
     with pytest.raises(RequestError, match="thread"):
         engine.set_threads(0)
-    listener.run(engine)
+    collector.run(engine)
     torch.set_num_threads(before)
-    assert listener.said == tiny.run(tiny.engine(tiny.model("llama")), some).said
+    assert collector.responses == tiny.run(tiny.engine(tiny.model("llama")), some).responses
 
 
 class Letters:
-    """A tokenizer of one letter a token."""
+    """A tokenizer with one letter per token."""
 
     def decode(self, ids: list[int]) -> str:
         return "".join(chr(ord("a") + token % 26) for token in ids)
@@ -109,7 +111,7 @@ class Letters:
 @pytest.mark.parametrize("stream_every", [1, 5, 100])
 def test_stop_strings_and_ids(stream_every: int) -> None:
     made = tiny.model("llama")
-    free = tiny.run(tiny.engine(made), [Request(**GOOD | {"sampling": Sampling(max_tokens=40)})]).said[1].tokens
+    free = tiny.run(tiny.engine(made), [Request(**GOOD | {"sampling": Sampling(max_tokens=40)})]).responses[1].tokens
     text = Letters().decode(list(free))
     stop = text[12:15]
     engine = tiny.engine(made, stream_every=stream_every)
@@ -117,6 +119,6 @@ def test_stop_strings_and_ids(stream_every: int) -> None:
     by_text = Request(**GOOD | {"sampling": Sampling(max_tokens=40, stop=("?", stop))})
     by_id = Request(**GOOD | {"trajectory": 1, "sampling": Sampling(max_tokens=40, stop_ids=(free[9],))})
     for request, length in ((by_text, text.index(stop) + 3), (by_id, free.index(free[9]) + 1)):
-        listener = tiny.run(engine, [request])
-        assert listener.said[1].tokens == free[:length]
-        assert listener.finished[1].reason is FinishReason.STOP
+        collector = tiny.run(engine, [request])
+        assert collector.responses[1].tokens == free[:length]
+        assert collector.finished[1].reason is FinishReason.STOP

@@ -1,4 +1,4 @@
-"""Requests move with their KV; what is damaged costs only itself."""
+"""Requests move with their KV; damage affects only the damaged request."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from dora_rl.engine.kv_transfer.format import KvBundle
 from dora_rl.engine.kv_transfer.shared_memory import PREFIX, RELEASED, STATE, SegmentPool
 from dora_rl.models.sources import MemoryWeights
 from tests.engine import tiny
-from tests.engine.tiny import Listener, Said
+from tests.engine.tiny import Collector, Response
 
 COUNT = 6
 
 
-def halfway(steps: int = 9, **config: Any) -> tuple[Engine, Listener]:
+def halfway(steps: int = 9, **config: Any) -> tuple[Engine, Collector]:
     engine = tiny.engine(tiny.model("llama"), **config)
-    listener = Listener()
+    collector = Collector()
     for request in tiny.requests(COUNT, max_tokens=24):
         engine.submit(request)
     for _ in range(steps):
-        listener.hear(engine.step())
-    return engine, listener
+        collector.collect(engine.step())
+    return engine, collector
 
 
-def unmoved() -> dict[int, Said]:
-    return tiny.run(tiny.engine(tiny.model("llama")), tiny.requests(COUNT, max_tokens=24)).said
+def unmoved() -> dict[int, Response]:
+    return tiny.run(tiny.engine(tiny.model("llama")), tiny.requests(COUNT, max_tokens=24)).responses
 
 
 def test_bytes_carry_everything() -> None:
-    source, listener = halfway()
+    source, collector = halfway()
     here = list(source.progress().tokens)
     assert len(here) > 2
     data = source.export(here, shared=False).to_bytes()
-    listener.hear(source.drain())
+    collector.collect(source.drain())
     source.check()
     assert source.kv_tokens == 0
     assert source.slots[0].account.by_label()[ActivityLabel.MIGRATE] > 0
@@ -50,17 +50,17 @@ def test_bytes_carry_everything() -> None:
     arrived, errors = target.import_(KvBundle.from_bytes(data), 0)
     assert arrived == tuple(here)
     assert not errors
-    listener.run(target)
-    assert listener.said == unmoved()
+    collector.run(target)
+    assert collector.responses == unmoved()
     assert target.stats.prefilled <= 1 + sum(len(r.prompt) for r in tiny.requests(COUNT)) - source.stats.prefilled
     assert target.stats.reprefilled == 0
 
 
 def test_shared_memory_between_processes(tmp_path: Path) -> None:
-    source, listener = halfway()
+    source, collector = halfway()
     here = list(source.progress().tokens)
     bundle = source.export(here)
-    listener.hear(source.drain())
+    collector.collect(source.drain())
     out = tmp_path / "said.json"
     program = f"""
 import sys, msgspec
@@ -79,7 +79,7 @@ open(sys.argv[2], "wb").write(msgspec.json.encode([[chunk.trajectory, chunk.toke
     command = [sys.executable, "-c", program, bundle.name, str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=root)
     assert done.returncode == 0, done.stderr
-    # The importer has released the memory, so the next bundle is written there again; it goes with its engine.
+    # The importer has released the memory, so the next bundle reuses it; the engine removes it in the end.
     name = bundle.name
     assert bundle.memory[STATE] == RELEASED
     source.submit(tiny.requests(1, first=500)[0])
@@ -88,18 +88,18 @@ open(sys.argv[2], "wb").write(msgspec.json.encode([[chunk.trajectory, chunk.toke
     del source, bundle
     gc.collect()
     assert not Path(name).exists(), "the shared memory was left behind"
-    said = {key: list(one.tokens) for key, one in listener.said.items()}
+    said = {key: list(one.tokens) for key, one in collector.responses.items()}
     for trajectory, tokens in msgspec.json.decode(out.read_bytes()):
         said[trajectory] = said.get(trajectory, []) + tokens
     assert said == {key: list(one.tokens) for key, one in unmoved().items()}
 
 
 @pytest.mark.parametrize("place", ["header", "kv"])
-def test_a_damaged_frame_costs_only_its_request(place: str) -> None:
-    source, listener = halfway()
+def test_a_damaged_frame_affects_only_its_request(place: str) -> None:
+    source, collector = halfway()
     here = list(source.progress().tokens)
     data = bytearray(source.export(here, shared=False).to_bytes())
-    listener.hear(source.drain())
+    collector.collect(source.drain())
     bundle = KvBundle.from_bytes(data)
     kv = bundle.frames()[1].kv
     if place == "kv":
@@ -111,26 +111,26 @@ def test_a_damaged_frame_costs_only_its_request(place: str) -> None:
     arrived, errors = target.import_(bundle, 0)
     assert arrived == tuple(one for one in here if one != here[1])
     assert len(errors) == 1
-    # It goes on from its tokens, and that is counted.
+    # It continues from its tokens, and the re-prefill is counted.
     lost = tiny.requests(COUNT, max_tokens=24)[here[1]]
-    told = listener.said[here[1]].tokens
+    told = collector.responses[here[1]].tokens
     computed = len(lost.prompt) + len(told) - 1
     target.submit(msgspec.structs.replace(lost, response=told, attempt=1))
-    listener.run(target)
-    assert listener.said == unmoved()
+    collector.run(target)
+    assert collector.responses == unmoved()
     assert target.stats.reprefilled == computed
 
 
 @pytest.mark.parametrize("cut", [4, 100, -10])
-def test_a_bundle_cut_off_is_told(cut: int) -> None:
+def test_a_truncated_bundle_is_refused(cut: int) -> None:
     source, _ = halfway()
     data = source.export(list(source.progress().tokens), shared=False).to_bytes()
     with pytest.raises(BundleError, match="cut off"):
         tiny.engine(tiny.model("llama")).import_(KvBundle.from_bytes(data[:cut]), 0)
 
 
-def test_what_a_killed_process_left_behind_is_swept_and_nothing_of_a_living_one() -> None:
-    """Others may sweep at the same time: what is theirs to take is what is dead."""
+def test_segments_of_killed_processes_are_removed_and_no_others() -> None:
+    """Other processes may sweep at the same time, but only segments of processes that no longer exist."""
     program = f"import os; open(f'/dev/shm/{PREFIX}{{os.getpid()}}-x', 'w'); print(os.getpid(), flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -142,7 +142,7 @@ def test_what_a_killed_process_left_behind_is_swept_and_nothing_of_a_living_one(
     assert not left.exists()
 
 
-def test_something_else_is_no_bundle() -> None:
+def test_other_data_is_refused_as_a_bundle() -> None:
     with pytest.raises(BundleError, match="not a bundle"):
         KvBundle.from_bytes(b"x" * 200).frames()
     with pytest.raises(BundleError, match="gone"):

@@ -1,4 +1,4 @@
-"""Requests of several turns: parked with their KV, then on, as if there had been one long request."""
+"""Requests of several turns: they park with their KV and resume, as if there had been one long request."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from dora_rl.engine.engine import Engine
 from dora_rl.engine.kv_transfer.format import KvBundle
 from dora_rl.engine.requests import Request, Sampling
 from tests.engine import tiny
-from tests.engine.tiny import Listener
+from tests.engine.tiny import Collector
 
 PROMPT = tuple(range(3, 25))
 SAID = (7, 8, 9, 10, 11)
 
 
 def stops() -> tuple[int, ...]:
-    """Ids that the model says now and then."""
+    """Token ids that the model samples now and then."""
     return tuple(range(0, tiny.VOCAB, 4))
 
 
@@ -29,59 +29,59 @@ def request(**changes: object) -> Request:
     return Request(trajectory=5, version=0, prompt=PROMPT, sampling=sampling, parks=True, **changes)  # type: ignore[arg-type]
 
 
-def first_turn(engine: Engine, listener: Listener) -> None:
+def first_turn(engine: Engine, collector: Collector) -> None:
     engine.submit(request())
-    listener.run(engine)
-    assert isinstance(listener.events[-1], Parked)
+    collector.run(engine)
+    assert isinstance(collector.events[-1], Parked)
     assert engine.has(5, 0)
 
 
 @pytest.mark.parametrize("moved", [False, True])
-def test_a_turn_costs_only_what_the_environment_said(moved: bool) -> None:
-    engine, listener = tiny.engine(tiny.model("llama")), Listener()
-    first_turn(engine, listener)
+def test_a_turn_prefills_only_the_tokens_of_the_environment(moved: bool) -> None:
+    engine, collector = tiny.engine(tiny.model("llama")), Collector()
+    first_turn(engine, collector)
     before = engine.stats.prefilled
     if moved:
         other = tiny.engine(tiny.model("llama"), name="b")
         other.import_(KvBundle.from_bytes(engine.export([5], shared=False).to_bytes()), 0)
         engine.check()
         engine, before = other, 0
-    spoken = listener.said.pop(5).tokens
+    spoken = collector.responses.pop(5).tokens
     engine.extend(5, 0, SAID)
-    listener.finished.clear()
-    later = Listener()
+    collector.finished.clear()
+    later = Collector()
     while engine.busy:
         output = engine.step()
         for chunk in output.chunks:
             assert chunk.start >= len(spoken) + len(SAID)
-            later.said[5] = later.said.get(5, tiny.Said((), (), ())).joined(chunk)
+            later.responses[5] = later.responses.get(5, tiny.Response((), (), ())).joined(chunk)
         engine.check()
-    # The stop token that ended the turn was sampled and never computed; it comes with the environment's words.
+    # The stop token that ended the turn was sampled and never computed; it is prefilled with the environment's tokens.
     assert engine.stats.prefilled - before == len(SAID) + 1
     assert engine.stats.reprefilled == 0
     again = tiny.engine(tiny.model("llama"))
     again.submit(request(response=spoken + SAID))
-    whole = Listener()
+    whole = Collector()
     while again.busy:
         for chunk in again.step().chunks:
-            whole.said[5] = whole.said.get(5, tiny.Said((), (), ())).joined(chunk)
-    assert later.said[5].tokens == whole.said[5].tokens
+            whole.responses[5] = whole.responses.get(5, tiny.Response((), (), ())).joined(chunk)
+    assert later.responses[5].tokens == whole.responses[5].tokens
 
 
 def test_the_last_turn_is_reported_as_generated_with_its_stamp() -> None:
-    engine, listener = tiny.engine(tiny.model("llama")), Listener()
-    first_turn(engine, listener)
+    engine, collector = tiny.engine(tiny.model("llama")), Collector()
+    first_turn(engine, collector)
     engine.end(5, 0)
     (event,) = engine.drain().events
     assert isinstance(event, Generated)
-    assert event.tokens == len(listener.said[5].tokens)
+    assert event.tokens == len(collector.responses[5].tokens)
     assert event.fingerprint
     engine.check()
 
 
-def test_what_can_not_go_on_is_refused_alone() -> None:
-    engine, listener = tiny.engine(tiny.model("llama")), Listener()
-    first_turn(engine, listener)
+def test_an_impossible_extension_is_refused_and_affects_no_other() -> None:
+    engine, collector = tiny.engine(tiny.model("llama")), Collector()
+    first_turn(engine, collector)
     with pytest.raises(PromptError, match="allowed"):
         engine.extend(5, 0, [7] * 100)
     with pytest.raises(PromptError, match="unknown"):
@@ -92,12 +92,12 @@ def test_what_can_not_go_on_is_refused_alone() -> None:
     engine.check()
 
 
-def test_a_parked_request_keeps_its_blocks_while_nobody_needs_them() -> None:
-    engine, listener = tiny.engine(tiny.model("llama"), host_bytes=0), Listener()
-    first_turn(engine, listener)
+def test_a_parked_request_keeps_its_blocks_until_others_need_them() -> None:
+    engine, collector = tiny.engine(tiny.model("llama"), host_bytes=0), Collector()
+    first_turn(engine, collector)
     scheduler = engine._scheduler
     assert scheduler.pool.free < scheduler.pool.count
-    assert engine.kv_tokens == 0, "what rests counts as load, so that nobody is admitted in its place"
+    assert engine.kv_tokens == 0, "resting requests must not count as load"
     engine.extend(5, 0, SAID)
     while engine.busy:
         engine.step()
@@ -105,15 +105,15 @@ def test_a_parked_request_keeps_its_blocks_while_nobody_needs_them() -> None:
 
 
 @pytest.mark.parametrize("host_bytes", [0, 1 << 24])
-def test_what_rests_makes_way_for_what_runs(host_bytes: int) -> None:
+def test_running_requests_take_the_blocks_of_resting_ones(host_bytes: int) -> None:
     made = tiny.model("llama")
     engine = tiny.engine(made, kv_bytes=tiny.kv_bytes(made, 8), host_bytes=host_bytes)
-    listener = Listener()
-    first_turn(engine, listener)
+    collector = Collector()
+    first_turn(engine, collector)
     engine.submit(Request(trajectory=6, version=0, prompt=PROMPT[::-1], sampling=Sampling(max_tokens=106)))
-    listener.run(engine)
+    collector.run(engine)
     engine.check()
-    assert listener.finished[6].tokens == 106
+    assert collector.finished[6].tokens == 106
     assert engine.stats.preempted == 0
     assert engine._scheduler.host_used == (tiny.kv_bytes(made, 2) if host_bytes else 0)
     engine.extend(5, 0, SAID)
@@ -124,7 +124,7 @@ def test_what_rests_makes_way_for_what_runs(host_bytes: int) -> None:
 
 
 def several_turns(random: Random, count: int = 8, turns: int = 3, **config: Any) -> dict[int, tuple[int, ...]]:
-    """What requests say that are answered in any order, each after a while."""
+    """The tokens of requests whose environments answer in random order, each after a while."""
     engine = tiny.engine(tiny.model("llama"), **config)
     said: dict[int, tuple[int, ...]] = {}
     left = dict.fromkeys(range(count), turns)
@@ -156,7 +156,7 @@ def several_turns(random: Random, count: int = 8, turns: int = 3, **config: Any)
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_whatever_becomes_of_parked_kv_the_same_is_said(seed: int) -> None:
+def test_the_tokens_do_not_depend_on_what_happens_to_parked_kv(seed: int) -> None:
     random = Random(seed)
     made = tiny.model("llama")
     said = several_turns(

@@ -61,9 +61,9 @@ def checked(command: list[str]) -> str:
     return done.stdout
 
 
-def agrees(said: str) -> None:
-    """The structs lie as Python has them, and the digests are those of any build of this kind."""
-    kind, rest = said.split("\n", 1)
+def agrees(output: str) -> None:
+    """The structs are laid out as Python declares them, and the digests are those of any build of this kind."""
+    kind, rest = output.split("\n", 1)
     assert rest.startswith(binding.layout() + "\n")
     found = dict(line.split()[1:] for line in rest.splitlines() if line.startswith("digest "))
     assert found == DIGESTS[kind], kind
@@ -71,7 +71,7 @@ def agrees(said: str) -> None:
 
 @pytest.mark.parametrize("arch", runnable())
 def test_the_same_bits_in_any_batch_on_each_processor(arch: str, tmp_path: Path) -> None:
-    """The libraries as the engine builds and loads them."""
+    """The libraries are built and loaded as in the engine."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     assert compiler is not None
     library, reason = build.build_for(compiler, arch)
@@ -84,19 +84,19 @@ def test_the_same_bits_in_any_batch_on_each_processor(arch: str, tmp_path: Path)
 
 @pytest.mark.parametrize("arch", runnable())
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_the_engine_says_what_generate_says_on_each_processor(
+def test_the_engine_equals_generate_on_each_processor(
     family: tiny.Family, arch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DORA_RL_ARCH", arch)
     engine = tiny.engine(tiny.model(family), kernels="native", stretch=16)
     sampling = Sampling(max_tokens=12, temperature=0.0)
     some = [Request(trajectory=i, version=0, prompt=p, sampling=sampling) for i, p in enumerate(tiny.prompts(7))]
-    listener = tiny.run(engine, some)
-    assert [listener.said[index].tokens for index in range(7)] == tiny.greedy_reference(family, 7, 12)
+    collector = tiny.run(engine, some)
+    assert [collector.responses[index].tokens for index in range(7)] == tiny.greedy_reference(family, 7, 12)
 
 
 def compiled_apart(folder: Path, compiler: str, flag: str, *others: str) -> Path:
-    """The driver and the kernels by another compiler, without a warning."""
+    """Compile the driver and the kernels with another compiler, without a warning."""
     sources = [str(HERE / "driver.cpp"), *(str(KERNELS / name) for name in build.SOURCES)]
     strict = ["-Wall", "-Wextra", "-Werror"]
     checked([compiler, *build.FLAGS, flag, *strict, *others, f"-I{KERNELS}", *sources, "-o", str(folder / "driver")])
@@ -124,13 +124,13 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_compiler")
-def test_without_a_compiler_torch_does_the_work() -> None:
+def test_without_a_compiler_torch_computes() -> None:
     assert build.build() == (None, "there is no C++ compiler (g++ or clang++)")
     engine = tiny.engine(tiny.model("llama"), kernels="auto")
     assert engine.kernels == "generic"
     sampling = Sampling(max_tokens=12, temperature=0.0)
-    listener = tiny.run(engine, [Request(trajectory=0, version=0, prompt=tiny.prompts(1)[0], sampling=sampling)])
-    assert listener.said[0].tokens == tiny.greedy_reference("llama", 7, 12)[0]
+    collector = tiny.run(engine, [Request(trajectory=0, version=0, prompt=tiny.prompts(1)[0], sampling=sampling)])
+    assert collector.responses[0].tokens == tiny.greedy_reference("llama", 7, 12)[0]
 
 
 @pytest.mark.usefixtures("no_compiler")
@@ -160,7 +160,7 @@ def test_a_library_with_other_structs_is_not_used(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("struct", binding.STRUCTS)
-def test_each_change_of_a_struct_is_seen(struct: type[ctypes.Structure], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_change_of_a_struct_is_detected(struct: type[ctypes.Structure], monkeypatch: pytest.MonkeyPatch) -> None:
     library = build.library()
     assert library is not None
     assert binding.mismatch(library) == ""

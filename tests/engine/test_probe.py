@@ -1,4 +1,4 @@
-"""Log-probs of given tokens through a runner: those of a plain forward pass, however the tokens are cut into passes."""
+"""A runner's log-probs of given tokens are those of a plain forward pass, however the tokens are split into passes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make_runner(model: Any, kernels: str, shape: KvShape) -> Runner:
 
 
 def plain(model: Any, sequences: tuple[tuple[int, ...], ...]) -> list[Any]:
-    """What `transformers` says of them, one by one."""
+    """The log-probs from `transformers`, one sequence at a time."""
     found = []
     for sequence in sequences:
         ids = torch.tensor([sequence])

@@ -1,4 +1,4 @@
-"""A slot that computes something else than the trainer published never serves; one that computes the same does."""
+"""A slot serves only if it computes the log-probs that the trainer published."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def load(model: Any, weights: Any, **config: Any) -> tuple[Engine, AnyEvent]:
 
 
 def refused(model: Any, weights: Any, **config: Any) -> float:
-    """By how much a slot differs that does not serve."""
+    """The difference with which a slot is refused."""
     engine, event = load(model, weights, **config)
     assert isinstance(event, SlotLoadFailed)
     assert event.differs
@@ -65,15 +65,15 @@ def test_what_the_trainer_published_is_served(family: Any, kernels: str) -> None
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_one_changed_weight_is_noticed(family: Any, kernels: str) -> None:
-    """One element of one matrix, changed by as much as the matrix varies, in what the slot computes with."""
+def test_one_changed_weight_is_detected(family: Any, kernels: str) -> None:
+    """One element of one matrix that the slot computes with is changed by the matrix's standard deviation."""
     weights, tensors = sources(plain(family))
     matrix = tensors["model.layers.0.self_attn.o_proj.weight"]
     matrix[3, 5] += 2 * matrix.std()
     assert refused(plain(family), weights, kernels=kernels) > 1e-3
 
 
-def test_a_wrong_rope_setting_is_noticed() -> None:
+def test_a_wrong_rope_setting_is_detected() -> None:
     weights, _ = sources(plain())
     model = plain()
     model.config.rope_parameters["rope_theta"] *= 2
@@ -110,20 +110,20 @@ def test_a_load_in_flight_is_probed_beside_running_requests() -> None:
     before = engine.kv_tokens
     weights.put(1, tensors, weights.probe(0))
     engine.load(0, 1, in_flight=True)
-    listener = tiny.Listener()
+    collector = tiny.Collector()
     engine.slots[0].loading.wait()  # type: ignore[union-attr]
     assert engine.kv_tokens == before
-    listener.run(engine)
-    (loaded,) = [event for event in listener.events if isinstance(event, SlotLoaded)]
+    collector.run(engine)
+    (loaded,) = [event for event in collector.events if isinstance(event, SlotLoaded)]
     assert loaded.probe is not None
-    assert len(listener.finished) == 3
+    assert len(collector.finished) == 3
 
 
 # -- adapters -------------------------------------------------------------------------------------------------------
 
 
 def adapted(tmp_path: Path, targets: Any, model: Any = None) -> tuple[Trainer, WeightStore, LoraConfig]:
-    """A trainer with an adapter that does something, and the store that it was published to."""
+    """A trainer with an adapter that has an effect, and the store that it is published to."""
     settings = LoraConfig(rank=4, alpha=12, targets=targets)
     trainer = Trainer(model or plain(), TrainerConfig(lora=settings))
     torch.manual_seed(0)
@@ -153,14 +153,14 @@ def test_an_adapter_is_served_as_it_was_trained(tmp_path: Path, targets: Any) ->
         assert ours == pytest.approx(theirs, abs=1e-4)
 
 
-def test_a_dropped_adapter_is_noticed(tmp_path: Path) -> None:
+def test_a_dropped_adapter_is_detected(tmp_path: Path) -> None:
     _, store, settings = adapted(tmp_path, ("q_proj",))
     model, weights = served(store, settings)
     weights._merge = lambda _: dict(weights._base)
     assert refused(model, weights) > 1e-3
 
 
-def test_a_wrong_scale_is_noticed(tmp_path: Path) -> None:
+def test_a_wrong_scale_is_detected(tmp_path: Path) -> None:
     _, store, settings = adapted(tmp_path, ("q_proj",))
     assert refused(*served(store, settings.model_copy(update={"alpha": 13}))) > 1e-3
 
@@ -205,7 +205,7 @@ def test_targets_that_cannot_be_merged_are_refused() -> None:
         adapt(type(tied)(config), "embed_tokens")
 
 
-def test_a_parcel_carries_the_probe(tmp_path: Path) -> None:
+def test_a_weight_buffer_carries_the_probe(tmp_path: Path) -> None:
     import numpy as np
 
     trainer, store, _ = adapted(tmp_path, ("q_proj",))

@@ -1,4 +1,4 @@
-"""The product of the compiled kernels: right, and with the same bits for a row in any company."""
+"""The matrix product of the compiled kernels is right, and gives a row the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def multiply(x: torch.Tensor, w: torch.Tensor, threads: int = 1, *, packed: bool
 
 @pytest.mark.parametrize("arch", runnable())
 @pytest.mark.parametrize(("depth", "columns"), [(16, 1), (64, 8), (80, 33), (576, 96), (1536, 50)])
-def test_a_row_has_the_same_bits_in_any_company(
+def test_a_row_has_the_same_bits_in_any_batch(
     arch: str, depth: int, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DORA_RL_ARCH", arch)

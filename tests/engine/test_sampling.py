@@ -1,4 +1,4 @@
-"""Sampling follows the distribution that it says it follows."""
+"""Samples follow the distribution whose log-probs are reported."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def sample(given: torch.Tensor, sampling: Sampling, native: bool, first: int = 0
 
 
 def kept(given: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """The probabilities that are meant, by the library's own processors."""
+    """The expected probabilities, from the logits processors of `transformers`."""
     from transformers import (
         LogitsProcessorList,
         MinPLogitsWarper,
@@ -72,12 +72,12 @@ def test_philox_gives_the_published_numbers() -> None:
 @BOTH
 @pytest.mark.parametrize("way", range(len(WAYS)))
 def test_draws_follow_the_distribution(native: bool, way: int) -> None:
-    """Chi-squared over 20,000 draws; the bound is passed by chance once in a million."""
+    """Chi-squared over 20,000 draws; chance exceeds the bound once in a million."""
     sampling, count = WAYS[way], 20_000
     given = logits(count)
     expected = kept(given[:1], sampling)[0].double().numpy() * count
     found = np.bincount(sample(given, sampling, native).token, minlength=VOCAB)
-    assert (found[expected == 0] == 0).all(), "a token was drawn that had been truncated"
+    assert (found[expected == 0] == 0).all(), "a truncated token was drawn"
     rare = expected < 5
     pairs = [(found[i], expected[i]) for i in np.flatnonzero(~rare)]
     if expected[rare].sum() > 5:
@@ -116,7 +116,7 @@ def test_greedy_takes_the_likeliest(native: bool) -> None:
 
 
 @BOTH
-def test_numbers_that_are_none_are_told(native: bool) -> None:
+def test_logits_that_are_not_finite_give_no_token(native: bool) -> None:
     given = logits(3)
     given[1, 5] = float("nan")
     tokens = sample(given, Sampling(), native).token

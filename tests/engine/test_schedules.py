@@ -1,4 +1,4 @@
-"""What a request says does not depend on when, where and beside whom it runs: to the last bit."""
+"""The tokens and log-probs of a request do not depend on when, where and in which batch it runs, to the last bit."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from dora_rl.engine.cpu_kernels import runner
 from dora_rl.engine.cpu_kernels.runner import CpuKernelRunner
 from dora_rl.engine.requests import Request, Sampling
 from tests.engine import tiny
-from tests.engine.tiny import Family, Listener, Said
+from tests.engine.tiny import Collector, Family, Response
 
 COUNT = 10
 
 
 def some_requests() -> list[Request]:
-    """A mixed lot: every way of sampling, ragged prompts and lengths."""
+    """Mixed requests: all sampling settings, ragged prompts and lengths."""
     ways: list[dict[str, Any]] = [
         {},
         {"temperature": 0.6, "top_p": 0.8},
@@ -39,18 +39,18 @@ def some_requests() -> list[Request]:
 
 
 @functools.cache
-def alone(family: Family, kernels: str) -> dict[int, Said]:
-    """Each request by itself, one after the other."""
-    said: dict[int, Said] = {}
+def alone(family: Family, kernels: str) -> dict[int, Response]:
+    """The tokens when each request runs alone, one after the other."""
+    said: dict[int, Response] = {}
     for request in some_requests():
         engine = tiny.engine(tiny.model(family), max_requests=1, kernels=kernels)
-        said |= tiny.run(engine, [request]).said
+        said |= tiny.run(engine, [request]).responses
     return said
 
 
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_any_schedule_says_the_same(family: Family, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_schedule_gives_the_same_tokens(family: Family, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = alone(family, "native")
     monkeypatch.setattr(runner, "cache_budget", lambda _library: seed % 2 << 20)  # a small model, or not
     assert _some_schedule(family, "native", Random(seed)) == expected
@@ -58,7 +58,7 @@ def test_any_schedule_says_the_same(family: Family, seed: int, monkeypatch: pyte
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_any_schedule_says_the_same_in_torch_but_for_rounding(family: Family, seed: int) -> None:
+def test_any_schedule_gives_the_same_tokens_in_torch_up_to_rounding(family: Family, seed: int) -> None:
     said, expected = _some_schedule(family, "torch", Random(100 + seed)), alone(family, "torch")
     assert {key: one.tokens for key, one in said.items()} == {key: one.tokens for key, one in expected.items()}
     for key, one in expected.items():
@@ -66,8 +66,8 @@ def test_any_schedule_says_the_same_in_torch_but_for_rounding(family: Family, se
         assert one.model_logprobs == pytest.approx(said[key].model_logprobs, abs=1e-4)
 
 
-def _some_schedule(family: Family, kernels: str, random: Random) -> dict[int, Said]:
-    """What is said when requests come, run, are pre-empted and move as chance has it."""
+def _some_schedule(family: Family, kernels: str, random: Random) -> dict[int, Response]:
+    """The tokens when requests arrive, run, are pre-empted and move at random."""
     made = tiny.model(family)
     engines = [
         tiny.engine(
@@ -86,7 +86,7 @@ def _some_schedule(family: Family, kernels: str, random: Random) -> dict[int, Sa
     ]
     coming = some_requests()
     random.shuffle(coming)
-    listener = Listener()
+    collector = Collector()
     while coming or any(engine.busy for engine in engines):
         if coming and random.random() < 0.5:
             random.choice(engines).submit(coming.pop())
@@ -94,21 +94,21 @@ def _some_schedule(family: Family, kernels: str, random: Random) -> dict[int, Sa
         here = sorted(source.progress().tokens)
         if here and len(engines) > 1 and random.random() < 0.3:
             target = random.choice([engine for engine in engines if engine is not source])
-            _move(source, target, random.choice(here), random.randrange(3), listener)
+            _move(source, target, random.choice(here), random.randrange(3), collector)
         for engine in engines:
-            listener.hear(engine.step())
+            collector.collect(engine.step())
             engine.check()
-    return listener.said
+    return collector.responses
 
 
-def _move(source: Any, target: Any, trajectory: int, way: int, listener: Listener) -> None:
-    """By shared memory, as bytes, or with the bundle lost and the tokens left."""
+def _move(source: Any, target: Any, trajectory: int, way: int, collector: Collector) -> None:
+    """Move by shared memory, as bytes, or with the bundle lost and only the tokens left."""
     request = next(one for one in some_requests() if one.trajectory == trajectory)
     bundle = source.export([trajectory], shared=way == 0)
-    listener.hear(source.drain())
+    collector.collect(source.drain())
     if way == 2:
         bundle.release()
-        told = listener.said.get(trajectory, Said((), (), ())).tokens
+        told = collector.responses.get(trajectory, Response((), (), ())).tokens
         target.submit(msgspec.structs.replace(request, response=told))
         return
     if way == 1:
@@ -134,7 +134,7 @@ def test_a_stretch_is_several_steps() -> None:
 
 
 def some_siblings() -> list[Request]:
-    """Groups that share prompts, which end inside a block or with one; many say a stop id soon, some at once."""
+    """Groups that share prompts, which end inside a block or at its end; many sample a stop id soon, some at once."""
     return [
         Request(
             trajectory=4 * group + sibling,
@@ -149,9 +149,9 @@ def some_siblings() -> list[Request]:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_steps_that_follow_a_prompt_and_groups_of_rows_change_nothing(seed: int) -> None:
-    expected: dict[int, Said] = {}
+    expected: dict[int, Response] = {}
     for request in some_siblings():
-        expected |= tiny.run(tiny.engine(tiny.model("llama"), max_requests=1, stretch=1), [request]).said
+        expected |= tiny.run(tiny.engine(tiny.model("llama"), max_requests=1, stretch=1), [request]).responses
     random = Random(seed)
     made = tiny.model("llama")
     engine = tiny.engine(
@@ -168,19 +168,19 @@ def test_steps_that_follow_a_prompt_and_groups_of_rows_change_nothing(seed: int)
     coming = some_siblings()
     if seed % 2:
         random.shuffle(coming)
-    listener = Listener()
+    collector = Collector()
     while coming or engine.busy:
         for _ in range(random.randint(0, 4)):
             if coming:
                 engine.submit(coming.pop())
         engine.slots[0].pace = random.choice([1, 1, 1 << 40])
-        listener.hear(engine.step())
+        collector.collect(engine.step())
         engine.check()
-    assert listener.said == expected
+    assert collector.responses == expected
 
 
-def test_rows_take_turns_and_nobody_waits_for_ever() -> None:
-    """Where there is time for one row only, it is the one that waited longest; who comes is served at once."""
+def test_rows_take_turns_and_none_starves() -> None:
+    """If there is time for only one row, it is the one that waited longest; a new request is served at once."""
     engine = tiny.engine(tiny.model("llama"), stretch=4, max_requests=8, max_context=200)
 
     def served() -> set[int]:

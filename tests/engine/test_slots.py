@@ -1,4 +1,4 @@
-"""Several versions at once; weights are mapped, loaded beside decoding, and stamped on what they said."""
+"""Several versions at once: weights are mapped, loaded during decoding, and the tokens carry their version."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dora_rl.core.time_accounting import Activity
 from dora_rl.engine.requests import Request, Sampling
 from dora_rl.models.sources import MemoryWeights
 from tests.engine import tiny
-from tests.engine.tiny import Listener
+from tests.engine.tiny import Collector
 
 
 def two_versions() -> MemoryWeights:
@@ -37,7 +37,7 @@ def requests(version: int, first: int) -> list[Request]:
 
 
 def decoding_threads(engine: Any) -> set[int]:
-    """The threads that will have decoded stretches of the engine's slots."""
+    """The ids of the threads that decode for the engine's slots, filled as it runs."""
     seen: set[int] = set()
     for slot in engine.slots:
         decode = slot.runner.decode
@@ -52,8 +52,8 @@ def decoding_threads(engine: Any) -> set[int]:
 
 
 @pytest.mark.parametrize(("kernels", "threads", "beside"), [("native", 1, 1), ("native", 3, 2), ("torch", 2, 0)])
-def test_two_versions_side_by_side(kernels: str, threads: int, beside: int) -> None:
-    """Where there are threads for each, both decode at once; what they say does not depend on it."""
+def test_two_versions_decode_at_once(kernels: str, threads: int, beside: int) -> None:
+    """With enough threads both decode in parallel; the tokens do not depend on it."""
     weights = two_versions()
     engine = tiny.engine(
         tiny.model("llama"), weights=weights, versions=(0, 1), kernels=kernels, threads=threads, stretch=1
@@ -63,15 +63,15 @@ def test_two_versions_side_by_side(kernels: str, threads: int, beside: int) -> N
     assert len(seen) == beside
     for version in (0, 1):
         alone = tiny.engine(tiny.model("llama"), weights=weights, versions=(version,), kernels=kernels)
-        expected = tiny.run(alone, requests(version, 100 * version)).said
-        assert {key: said for key, said in both.said.items() if (key >= 100) == version} == expected
+        expected = tiny.run(alone, requests(version, 100 * version)).responses
+        assert {key: said for key, said in both.responses.items() if (key >= 100) == version} == expected
     stamps = {(event.version, event.fingerprint) for event in both.events if isinstance(event, Generated)}
     assert stamps == {(version, weights.fingerprint(version)) for version in (0, 1)}
     assert stamps == {(one.version, one.fingerprint) for one in both.finished.values()}
 
 
 class Mapped:
-    """A source over safetensors files, which can be held back."""
+    """A source over safetensors files, whose loads a test can delay."""
 
     def __init__(self, folder: Path) -> None:
         self.open = threading.Event()
@@ -85,7 +85,7 @@ class Mapped:
         return self.given[version]
 
     def probe(self, version: int) -> None:
-        """It is published without one."""
+        """Return None: it is published without a probe."""
 
     def fingerprint(self, version: int) -> str:
         return f"file {version}"
@@ -111,33 +111,33 @@ def test_weights_are_not_copied(mapped: Mapped, kernels: str) -> None:
     assert used == given
 
 
-def test_decoding_goes_on_beside_a_load(mapped: Mapped) -> None:
+def test_decoding_continues_during_a_load(mapped: Mapped) -> None:
     engine = tiny.engine(tiny.model("llama"), weights=mapped, slots=2)
     for request in requests(0, 0):
         engine.submit(request)
     mapped.open.clear()
     engine.load(1, 1)
-    listener = Listener()
-    while engine.running or len(listener.finished) < 5:
-        listener.hear(engine.step())
-    assert not any(isinstance(event, SlotLoaded) and event.version == 1 for event in listener.events)
+    collector = Collector()
+    while engine.running or len(collector.finished) < 5:
+        collector.collect(engine.step())
+    assert not any(isinstance(event, SlotLoaded) and event.version == 1 for event in collector.events)
     assert engine.slots[1].account.by_label().get(ActivityLabel.LOAD, 0) > 0
     mapped.open.set()
     engine.wait_for_loads()
-    listener.hear(engine.step())
-    assert any(isinstance(event, SlotLoaded) and event.version == 1 for event in listener.events)
+    collector.collect(engine.step())
+    assert any(isinstance(event, SlotLoaded) and event.version == 1 for event in collector.events)
     tiny.run(engine, requests(1, 50))
 
 
-def test_a_version_that_is_not_there() -> None:
+def test_a_missing_version_fails_only_its_load() -> None:
     engine = tiny.engine(tiny.model("llama"), slots=2)
     engine.submit(requests(0, 0)[0])
     engine.load(1, 77)
-    listener = Listener().run(engine)
-    failed = [event for event in listener.events if isinstance(event, SlotLoadFailed)]
+    collector = Collector().run(engine)
+    failed = [event for event in collector.events if isinstance(event, SlotLoadFailed)]
     assert len(failed) == 1
     assert "77" in failed[0].reason
-    assert len(listener.finished) == 1, "the other request did not go on"
+    assert len(collector.finished) == 1, "the other request did not continue"
     with pytest.raises(VersionError, match="77"):
         engine.submit(requests(77, 9)[0])
 
@@ -159,7 +159,7 @@ def test_a_slot_with_requests_is_not_overwritten() -> None:
         engine.load(3, 1)
 
 
-def test_an_unloaded_slot_lets_go_of_its_weights(mapped: Mapped) -> None:
+def test_an_unloaded_slot_releases_its_weights(mapped: Mapped) -> None:
     engine = tiny.engine(tiny.model("llama"), weights=mapped)
     tiny.run(engine, requests(0, 0))
     weight = weakref.ref(mapped.given.pop(0)["model.norm.weight"])
@@ -174,20 +174,20 @@ def test_in_flight_update_changes_the_version_and_counts_the_recomputation() -> 
     engine = tiny.engine(tiny.model("llama"), weights=two_versions(), max_requests=3)
     for request in requests(0, 0):
         engine.submit(request)
-    listener, versions = Listener(), []
+    collector, versions = Collector(), []
     for _ in range(12):
-        listener.hear(output := engine.step())
+        collector.collect(output := engine.step())
         versions += [chunk.version for chunk in output.chunks]
     engine.load(0, 1, in_flight=True)
     engine.wait_for_loads()
     while engine.busy:
-        listener.hear(output := engine.step())
+        collector.collect(output := engine.step())
         versions += [chunk.version for chunk in output.chunks]
         engine.check()
     assert versions == sorted(versions)
     assert set(versions) == {0, 1}
     assert engine.stats.reprefilled > 0
-    assert {one.tokens for one in listener.finished.values()} == {25}
+    assert {one.tokens for one in collector.finished.values()} == {25}
 
 
 def test_a_prompt_computed_under_other_weights_is_never_found() -> None:
@@ -196,11 +196,11 @@ def test_a_prompt_computed_under_other_weights_is_never_found() -> None:
     engine = tiny.engine(tiny.model("llama"), weights=two_versions(), max_requests=1, prefill_chunk=128)
     for request in siblings:
         engine.submit(request)
-    listener = Listener()
-    listener.hear(engine.step())
+    collector = Collector()
+    collector.collect(engine.step())
     scheduler, waiting = engine._scheduler, engine._sequences[2]
     before = scheduler._key(waiting)
-    assert scheduler.prompts.blocks(before), "the siblings' prompt is computed and held for those who wait"
+    assert scheduler.prompts.blocks(before), "the siblings' prompt is computed and held for those that wait"
     engine.load(0, 1, in_flight=True)
     engine.wait_for_loads()
     after = scheduler._key(waiting)
@@ -208,8 +208,8 @@ def test_a_prompt_computed_under_other_weights_is_never_found() -> None:
     assert not scheduler.prompts.blocks(after)
     assert not scheduler.prompts.blocks(before)
     fresh = tiny.engine(tiny.model("llama"), weights=two_versions(), versions=(1,))
-    expected = tiny.run(fresh, [msgspec.structs.replace(siblings[2], version=1)]).said[2]
-    assert listener.run(engine).said[2] == expected
+    expected = tiny.run(fresh, [msgspec.structs.replace(siblings[2], version=1)]).responses[2]
+    assert collector.run(engine).responses[2] == expected
 
 
 def test_all_time_has_a_label() -> None:
@@ -230,14 +230,14 @@ def test_all_time_has_a_label() -> None:
     assert set(engine.slots[1].account.by_label()) == {ActivityLabel.IDLE}
 
 
-def test_a_slot_that_idles_is_spare_while_its_instance_computes_for_another() -> None:
+def test_an_idle_slot_is_spare_while_another_slot_computes() -> None:
     engine = tiny.engine(tiny.model("llama"), weights=two_versions(), versions=(0, 1))
     engine.note_idle(1, IdleCause(reason=IdleReason.TOOL))
     before = engine.slots[1].account.idle_by_cause().get("tool", 0)
-    listener = Listener()
+    collector = Collector()
     for request in requests(0, 0):
         engine.submit(request, 0)
-    listener.run(engine)
+    collector.run(engine)
     idle, busy = engine.slots[1].account, engine.slots[0].account
     assert idle.idle_by_cause()["spare slot"] > 0
     assert idle.current == Activity(ActivityLabel.IDLE, cause=IdleCause(reason=IdleReason.TOOL))
@@ -246,8 +246,8 @@ def test_a_slot_that_idles_is_spare_while_its_instance_computes_for_another() ->
     assert before <= idle.idle_by_cause().get("tool", 0) <= idle.lifetime - idle.idle_by_cause()["spare slot"]
 
 
-def test_a_slot_with_few_requests_takes_many_steps_while_another_reads_a_prompt() -> None:
-    """Slots share time, not steps: what is left of an old version is not held up by what is new."""
+def test_a_slot_with_few_requests_takes_many_steps_while_another_prefills() -> None:
+    """Slots share time, not steps: requests of an old version are not delayed by those of a new one."""
     engine = tiny.engine(
         tiny.model("llama"), weights=two_versions(), versions=(0, 1), stretch=16, prefill_chunk=4, max_context=128
     )
@@ -262,8 +262,8 @@ def test_a_slot_with_few_requests_takes_many_steps_while_another_reads_a_prompt(
     engine.check()
 
 
-def test_a_version_that_is_replaced_is_let_go_at_once() -> None:
-    """Not at the next collection of garbage: that looks at how many objects there are, not at how large they are."""
+def test_a_replaced_version_is_freed_at_once() -> None:
+    """Not at the next garbage collection, which depends on the number of objects, not on their size."""
     engine = tiny.engine(tiny.model("llama"), weights=two_versions())
     former = weakref.ref(engine.slots[0].runner)
     gc.disable()

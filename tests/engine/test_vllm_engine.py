@@ -1,4 +1,4 @@
-"""The engine around vLLM, with a stand-in for vLLM itself: what goes in, what is reported, what is counted."""
+"""The vLLM engine with a fake in place of vLLM: what is submitted, reported and counted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPT = (1, 2, 3, 4)
 
 
 class Script:
-    """In vLLM's place: every request says 10, 11, 12 ... with falling log-probs, and stops as it was asked to."""
+    """A fake of `Core`: every request samples 10, 11, 12 ... with falling log-probs, until a stop id or its length."""
 
     version, context, vocab, kv_tokens, block_size = "0.32.0", 64, 50, 1024, 16
 
@@ -52,8 +52,8 @@ class Script:
         return outputs
 
 
-class Shelf:
-    """In the place of weights: a version's adapter is its name."""
+class FakeServing:
+    """A fake of `Serving`: the adapter of a version is its name."""
 
     slots = 3
 
@@ -70,7 +70,7 @@ class Shelf:
         self.served.pop(slot, None)
 
     def probe(self, slot: int) -> None:
-        """Versions are published without one."""
+        """Return None: versions are published without a probe."""
 
     def adapter(self, slot: int) -> Any:
         return f"v{self.served[slot]}"
@@ -86,7 +86,7 @@ class Clock:
 
 def engine(**settings: Any) -> tuple[VllmEngine, Script]:
     script = Script()
-    made = VllmEngine(script, Shelf(), EngineConfig(stream_every=4, **settings), clock=Clock())  # type: ignore[arg-type]
+    made = VllmEngine(script, FakeServing(), EngineConfig(stream_every=4, **settings), clock=Clock())  # type: ignore[arg-type]
     for slot, version in enumerate((5, 6)):
         made.load(slot, version)
     loaded = made.step().events
@@ -100,7 +100,7 @@ def request(trajectory: int, version: int = 5, **more: Any) -> Request:
 
 
 def finish(made: VllmEngine) -> tuple[dict[int, list[int]], list[Any], list[StepOutput]]:
-    """Until nothing is left to do: tokens by trajectory, events, and all that was said."""
+    """Step until nothing is left to do; return tokens by trajectory, events, and all outputs."""
     said: dict[int, list[int]] = {}
     outputs = []
     while made.busy:
@@ -136,7 +136,7 @@ def test_model_logprobs_are_left_out_where_vllm_reports_another_distribution() -
     assert {chunk.trajectory: bool(chunk.model_logprob_data) for chunk in chunks} == {0: True, 1: False}
 
 
-def test_what_vllm_says_of_the_version_is_compared() -> None:
+def test_the_version_that_vllm_reports_is_compared() -> None:
     made, script = engine()
     made.submit(request(0), 0)
     script.stamp = "v6"
@@ -161,7 +161,7 @@ def test_a_slot_with_requests_keeps_its_version() -> None:
     assert made.serving(0) is None
 
 
-def test_a_move_loses_and_repeats_nothing_and_counts_what_is_prefilled_again() -> None:
+def test_a_move_loses_and_repeats_no_token_and_counts_re_prefill() -> None:
     source, _ = engine()
     target, script = engine()
     source.submit(request(0), 0)
@@ -182,11 +182,11 @@ def test_a_move_loses_and_repeats_nothing_and_counts_what_is_prefilled_again() -
     chunks = [chunk for output in outputs for chunk in output.chunks]
     assert [token for chunk in chunks for token in chunk.tokens.tolist()] == [12, 13, 14, 15]
     assert chunks[0].start == 2
-    assert target.stats.reprefilled == len(PROMPT) + 2 - 1 - 2, "but the last token and what was cached"
+    assert target.stats.reprefilled == len(PROMPT) + 2 - 1 - 2, "all but the last token and the cached ones"
     assert (source.stats.exported, target.stats.imported) == (1, 1)
 
 
-def test_a_request_that_was_begun_elsewhere_counts_as_prefilled_again() -> None:
+def test_a_request_that_another_instance_began_counts_as_re_prefill() -> None:
     made, _ = engine()
     made.submit(request(0, response=(10, 11), attempt=1), 0)
     said, _, _ = finish_from(made, 2)
@@ -204,7 +204,7 @@ def finish_from(made: VllmEngine, start: int) -> tuple[list[int], int, int]:
     return tokens, start, len(tokens)
 
 
-def test_turns_park_go_on_and_end() -> None:
+def test_turns_park_resume_and_end() -> None:
     made, _ = engine()
     made.submit(request(0, parks=True, sampling={"stop_ids": (11,), "max_tokens": 30}), 0)
     said, events, _ = finish(made)
@@ -223,7 +223,7 @@ def test_turns_park_go_on_and_end() -> None:
     assert isinstance(made.drain().events[-1], Generated)
 
 
-def test_logits_that_are_no_numbers_are_a_verdict_for_that_trajectory() -> None:
+def test_logits_that_are_not_finite_fail_only_that_trajectory() -> None:
     made, script = engine()
     made.submit(request(0), 0)
     made.step()
@@ -254,4 +254,4 @@ def test_every_moment_of_the_instance_has_one_label() -> None:
     account.settle(10**6)
     assert sum(account.totals.values()) == account.lifetime
     versions = {activity.version for activity in account.totals if activity.label is ActivityLabel.DECODE}
-    assert versions == {5, 6}, "the step's time is split over the versions in it"
+    assert versions == {5, 6}, "the time of a step is split over its versions"

@@ -1,4 +1,4 @@
-"""vLLM's settings, where it need not be there."""
+"""vLLM's settings; vLLM need not be installed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_other_versions_are_refused(text: str) -> None:
         check(text)
 
 
-def test_logprobs_are_asked_for_as_sampled() -> None:
+def test_vllm_reports_log_probs_of_the_sampled_distribution() -> None:
     assert of(EngineConfig(kind="vllm"))["logprobs_mode"] == "processed_logprobs"
 
 
@@ -47,7 +47,7 @@ def test_adapters_get_room_for_their_rank() -> None:
     assert "enable_lora" not in of(EngineConfig(kind="vllm"))
 
 
-def test_further_arguments_are_passed_on_but_not_over_ours() -> None:
+def test_further_arguments_are_passed_on_but_override_none_of_ours() -> None:
     config = EngineConfig.model_validate({"kind": "vllm", "vllm": {"arguments": {"max_num_batched_tokens": 512}}})
     assert of(config)["max_num_batched_tokens"] == 512
     config = EngineConfig.model_validate({"kind": "vllm", "vllm": {"arguments": {"seed": 7}}})
@@ -55,8 +55,8 @@ def test_further_arguments_are_passed_on_but_not_over_ours() -> None:
         of(config)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the loopback is called otherwise")
-def test_an_engine_of_one_process_listens_on_the_loopback_unless_told_otherwise(
+@pytest.mark.skipif(sys.platform != "linux", reason="the loopback has another name")
+def test_an_engine_of_one_process_listens_on_the_loopback_unless_set(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
@@ -99,4 +99,4 @@ def test_without_vllm_a_run_says_how_to_install_it(tmp_path: Path) -> None:
     assert done.returncode == 2
     (sentence,) = done.stderr.splitlines()
     assert sentence.endswith("but vLLM is not installed: pip install 'dora-rl[vllm]'")
-    assert not list(tmp_path.iterdir()), "nothing was begun"
+    assert not list(tmp_path.iterdir()), "the refused run left files"

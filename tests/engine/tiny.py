@@ -1,4 +1,4 @@
-"""Small random models, and short ways to run an engine to its end."""
+"""Small random models, and helpers that run an engine to its end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def model(family: Family, seed: int = 0) -> Any:
     """A model whose next-token distributions are neither flat nor certain."""
     import transformers
 
-    t: Any = transformers  # its configs are not typed the way they are called
+    t: Any = transformers  # the types of its configs do not match their calls
 
     sizes: dict[str, Any] = {
         "hidden_size": 64,
@@ -97,43 +97,43 @@ def engine(made: Any, *, weights: Any = None, versions: Iterable[int] = (0,), na
 
 
 def kv_bytes(made: Any, blocks: int, block_size: int = 16) -> int:
-    """A cap that holds exactly so many blocks."""
+    """Return the cap that fits exactly this many blocks."""
     from dora_rl.engine.kv import KvShape
 
     return KvShape.of(made, block_size).block_bytes * blocks
 
 
-class Said(NamedTuple):
-    """What a request said."""
+class Response(NamedTuple):
+    """Tokens and log-probs of one response."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     model_logprobs: tuple[float, ...]
 
-    def joined(self, chunk: TokenChunk) -> Said:
+    def joined(self, chunk: TokenChunk) -> Response:
         """These tokens and those of a chunk."""
-        return Said(
+        return Response(
             self.tokens + tuple(chunk.tokens.tolist()),
             self.logprobs + tuple(chunk.logprobs.tolist()),
             self.model_logprobs + tuple(chunk.model_logprobs.tolist()),
         )
 
 
-class Listener:
-    """Puts the reports of one or more engines together."""
+class Collector:
+    """Collects the reports of one or more engines."""
 
     def __init__(self) -> None:
-        self.said: dict[int, Said] = {}
+        self.responses: dict[int, Response] = {}
         self.finished: dict[int, Finished] = {}
         self.experts: dict[int, list[Any]] = {}
         self.prompt_experts: dict[int, Any] = {}
         self.events: list[Any] = []
 
-    def hear(self, output: StepOutput) -> None:
+    def collect(self, output: StepOutput) -> None:
         for chunk in output.chunks:
-            before = self.said.get(chunk.trajectory, Said((), (), ()))
+            before = self.responses.get(chunk.trajectory, Response((), (), ()))
             assert chunk.start == len(before.tokens), "tokens were reported twice or out of order"
-            self.said[chunk.trajectory] = before.joined(chunk)
+            self.responses[chunk.trajectory] = before.joined(chunk)
             if chunk.prompt_experts is not None:
                 assert chunk.start == 0
                 self.prompt_experts[chunk.trajectory] = chunk.prompt_experts
@@ -141,29 +141,29 @@ class Listener:
                 self.experts.setdefault(chunk.trajectory, []).append(chunk.experts)
         for one in output.finished:
             assert one.trajectory not in self.finished
-            assert one.tokens == len(self.said[one.trajectory].tokens)
+            assert one.tokens == len(self.responses[one.trajectory].tokens)
             self.finished[one.trajectory] = one
         self.events.extend(output.events)
 
-    def run(self, *engines: Engine) -> Listener:
-        """Step until nothing is left to do; every step keeps the books."""
+    def run(self, *engines: Engine) -> Collector:
+        """Step until nothing is left to do; check the engine after every step."""
         while any(one.busy for one in engines):
             for one in engines:
-                self.hear(one.step())
+                self.collect(one.step())
                 one.check()
         return self
 
 
-def run(built: Engine, some: Iterable[Request]) -> Listener:
-    """Submit and run to the end."""
+def run(built: Engine, some: Iterable[Request]) -> Collector:
+    """Submit requests and run the engine to the end."""
     for request in some:
         built.submit(request)
-    return Listener().run(built)
+    return Collector().run(built)
 
 
 @functools.cache
 def greedy_reference(family: Family, count: int, tokens: int, seed: int = 0) -> list[tuple[int, ...]]:
-    """What `generate` says to the prompts, as one left-padded batch."""
+    """Return what `generate` answers to the prompts, as one left-padded batch."""
     made, given = model(family), prompts(count, seed)
     width = max(map(len, given))
     ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in given])

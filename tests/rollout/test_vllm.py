@@ -58,7 +58,7 @@ def test_a_slot_computes_what_the_trainer_published(weights: dict[str, Any], ada
     assert adapters["probed"] == [True] * 4
 
 
-def test_the_probe_notices_output_embeddings_of_another_version(weights: dict[str, Any]) -> None:
+def test_the_probe_detects_output_embeddings_of_another_version(weights: dict[str, Any]) -> None:
     """vLLM 0.32 on a CPU, left to itself, goes on with the former head after a reload if it is tied."""
     tied = weights["tied"]
     assert tied["sound"] == [True, True]
@@ -66,7 +66,7 @@ def test_the_probe_notices_output_embeddings_of_another_version(weights: dict[st
     assert "does not compute what the trainer published as version 1" in tied["reason"]
 
 
-def test_the_probe_notices_a_dropped_and_a_wrongly_scaled_adapter(adapters: dict[str, Any]) -> None:
+def test_the_probe_detects_a_dropped_and_a_wrongly_scaled_adapter(adapters: dict[str, Any]) -> None:
     assert "does not compute what the trainer published as version 2" in adapters["dropped"]
     assert "does not compute what the trainer published as version 2" in adapters["scaled"]
 
@@ -76,25 +76,25 @@ def test_logprobs_are_of_the_distribution_sampled_from(weights: dict[str, Any]) 
     assert weights["of_one"] == 0, "the only token left by top_k = 1 has the probability 1"
 
 
-def test_weights_that_vllm_did_not_take_are_noticed(weights: dict[str, Any], adapters: dict[str, Any]) -> None:
+def test_weights_that_vllm_did_not_load_are_detected(weights: dict[str, Any], adapters: dict[str, Any]) -> None:
     assert "something else than was published as version 1" in weights["caught"]
     assert "something else than was published as version 2" in adapters["caught"]
     assert weights["missing"], "a version that was never published"
 
 
-def test_a_moved_request_says_what_an_unmoved_one_does(weights: dict[str, Any]) -> None:
+def test_a_moved_request_gives_the_tokens_of_an_unmoved_one(weights: dict[str, Any]) -> None:
     with_kv, without = weights["moved"], weights["prefilled"]
     assert with_kv["said"] == without["said"] == weights["unmoved"]
     assert not with_kv["errors"]
     assert not without["errors"]
 
 
-def test_what_is_prefilled_again_is_counted(weights: dict[str, Any]) -> None:
+def test_re_prefilled_tokens_are_counted(weights: dict[str, Any]) -> None:
     assert weights["moved"]["again"] == 0
     assert weights["prefilled"]["again"] == 70 + 20 - 1, "prompt and response, but the last token"
 
 
-def test_turns_park_and_go_on(weights: dict[str, Any]) -> None:
+def test_turns_park_and_resume(weights: dict[str, Any]) -> None:
     assert weights["turns"]["kinds"][0] == "Parked"
     assert weights["turns"]["ended"]
 

@@ -124,17 +124,17 @@ def test_requests_move_through_the_object_store(nodes: Nodes) -> None:
     from dora_rl.runtime.launch.ray.object_store import RayDataPlane
 
     data_plane = RayDataPlane(ray.remote(_FakeSupervisor).options(num_cpus=0).remote())
-    source, listener = halfway()
+    source, collector = halfway()
     here = list(source.progress().tokens)
     name = data_plane.export(source, here)
-    listener.hear(source.drain())
+    collector.collect(source.drain())
     target = tiny.engine(tiny.model("llama"), name="b")
     arrived, errors = target.import_(data_plane.fetch(name), 0)
     assert arrived == tuple(here)
     assert not errors
-    listener.run(target)
-    assert listener.said == unmoved()
-    assert len(listener.said) == COUNT
+    collector.run(target)
+    assert collector.responses == unmoved()
+    assert len(collector.responses) == COUNT
     assert target.stats.reprefilled == 0
     with pytest.raises(BundleError, match="gone"):
         data_plane.fetch(name)
