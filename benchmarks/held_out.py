@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dora_rl.apps.config_options import split
-from dora_rl.apps.evaluate import Asked, respond, summary
+from dora_rl.apps.evaluate import Evaluation, respond, summary
 from dora_rl.apps.train import read_config
 from dora_rl.runtime.config import RunConfig
 
@@ -25,9 +25,9 @@ def accuracy(config_file: Path, models: list[str], settings: list[str]) -> dict[
         config = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"data": source})})
     found = {}
     for model in models:
-        asked = Asked(config, config_file.resolve().parent, model, 0, Path())
+        evaluation = Evaluation(config, config_file.resolve().parent, model, 0, Path())
         samples = config.evaluation.samples
-        found[model] = summary(respond(asked, samples), config.evaluation.success_threshold, samples)
+        found[model] = summary(respond(evaluation, samples), config.evaluation.success_threshold, samples)
     return found
 
 

@@ -34,7 +34,7 @@ from benchmarks.progress import tick
 from benchmarks.report import Ratio, aims, publish, shown
 from benchmarks.running import command_of, lengths, read
 from benchmarks.smollm2 import ensure
-from dora_rl.apps import run_reader as recorded
+from dora_rl.apps import run_reader
 from dora_rl.apps.train import read_config
 from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.run_dir import RunDir
@@ -170,7 +170,7 @@ def _ours(job: Job, steps: int, seed: int, out: Path) -> dict[str, Any]:
     _, wall, watch = _watched(command, out)
     folder = out / "run"
     found = read(folder)
-    policies = recorded.policies(RunDir.open(folder))
+    policies = run_reader.policies(RunDir.open(folder))
     some = sorted(length for group in lengths(folder) for length in group)
     return {
         "tokens": found.tokens,

@@ -65,7 +65,7 @@ def test_it_learns_and_writes_a_model_that_loads(tmp_path: Path, model: Path, ex
     assert right.float().mean() > 0.7  # chance is a twentieth; rounding differs by processor
     again = run(str(model), *arguments)
     assert isinstance(again.exception, UserError)
-    assert "is there already" in str(again.exception)
+    assert "already exists" in str(again.exception)
 
 
 def test_text_and_chat_are_tokenised_so_that_only_the_completion_is_trained(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ kernels = "torch"
 [evaluation]
 every = 5
 samples = 2
-right = 0.5
+success_threshold = 0.5
 data = {{ source = "held_out.jsonl" }}
 [logging]
 tensorboard = false

@@ -93,7 +93,7 @@ def test_the_version_is_an_option_and_a_command() -> None:
         ("--seed 3 --dry-run run.toml", "--dry-run run.toml", ["seed=3"]),
         ("--resume RUN --rollout.instances 4", "--resume RUN", ["rollout.instances=4"]),
         ("--rollout.instances=4 --resume=RUN", "--resume=RUN", ["rollout.instances=4"]),
-        ("--evaluation.right -1 run.toml", "run.toml", ["evaluation.right=-1"]),
+        ("--evaluation.success_threshold -1 run.toml", "run.toml", ["evaluation.success_threshold=-1"]),
         ("--logging.tensorboard FALSE run.toml", "run.toml", ["logging.tensorboard=false"]),
         ("--data.params.count 5 run.toml", "run.toml", ["data.params.count=5"]),
         ("--trainer.lora {} run.toml", "run.toml", ["trainer.lora={}"]),
@@ -116,7 +116,7 @@ def test_settings_stand_anywhere(arguments: str, rest: str, found: list[str]) ->
         ("--xyzzy 2", "lists them"),
         ("--seed", "'--seed' has no value"),
         ("--seed --dry-run", "'--seed' has no value"),
-        ("--logging.tensorboard run.toml", "'--logging.tensorboard' is true or false"),
+        ("--logging.tensorboard run.toml", "'--logging.tensorboard' must be true or false"),
     ],
 )
 def test_a_wrong_option_names_the_nearest(arguments: str, complaint: str) -> None:
@@ -185,7 +185,7 @@ def test_what_init_writes_is_accepted(
     assert printed.control.max_response_tokens == 32
     assert printed.data.held_out == 64
     assert not Path("runs").exists()
-    with pytest.raises(UserError, match="there already"):
+    with pytest.raises(UserError, match="already exists"):
         raise run("init", file).exception
 
 

@@ -14,7 +14,7 @@ from dora_rl.apps.evaluate import Response, interval, summary
 from dora_rl.apps.init import EXAMPLES, document
 from dora_rl.apps.progress_panel import sparks
 from dora_rl.apps.report import percentile, run_timeline
-from dora_rl.apps.summary import occupancy_between, place, totals
+from dora_rl.apps.summary import occupancy_between, totals, worker_id
 from dora_rl.core.activities import ActivityLabel
 from dora_rl.core.config import build, override
 from dora_rl.core.time_accounting import occupancy
@@ -95,7 +95,7 @@ def test_occupancy_of_a_step_is_that_of_the_windows_it_lies_in() -> None:
 
 
 def test_lives_of_an_instance_share_a_row() -> None:
-    assert (place("i0.2/1"), place("i0.2"), place("trainer")) == ("i0/1", "i0", "trainer")
+    assert (worker_id("i0.2/1"), worker_id("i0.2"), worker_id("trainer")) == ("i0/1", "i0", "trainer")
     windows = [
         window("i10.1/0", 0, ("decode", 0, "", 10)),
         window("i2.2/0", 30, ("decode", 1, "", 10)),
@@ -158,7 +158,7 @@ def test_further_samples_that_say_the_same_narrow_no_interval() -> None:
 
 def test_a_response_without_a_reward_is_wrong_and_counted() -> None:
     responses = [Response(0, 10, 1.0), Response(0, 20, None), Response(1, 30, 0.25), Response(1, 40, 0.5)]
-    result = summary(responses, right=0.5, samples=2)
+    result = summary(responses, success_threshold=0.5, samples=2)
     assert (result["accuracy"], result["avg@2"], result["pass@2"]) == (0.5, 0.5, 1.0)
     assert (result["failed"], result["mean_tokens"], result["reward"]) == (1, 25, 0.4375)
 

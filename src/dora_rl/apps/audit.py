@@ -1,4 +1,4 @@
-"""`dora-rl audit`: whether a run has kept its promises, from its ledger alone."""
+"""`dora-rl audit`: checks from its ledger whether a run has kept its promises."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from dora_rl.apps.run_reader import going_on
+from dora_rl.apps.run_reader import is_running
 from dora_rl.core.config import build
 from dora_rl.core.errors import IntegrityError
 from dora_rl.core.file_digests import bytes_digest
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def audit(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> None:
-    """Check a run: nothing lost, nothing trained twice, no bound broken, no trajectory of mixed weights."""
+    """Check from its ledger that a run lost no group, trained none twice, kept the bound and mixed no versions."""
     from dora_rl.runtime.run_dir import RunDir
 
     found = audited(RunDir.open(run))
@@ -59,13 +59,13 @@ def audited(folder: RunDir) -> Audit:
     found.figures.append(Named("replayed with the same decisions", "no" if problem else "yes"))
     records = [recorded.record for recorded in found.records]
     found.problems += config_problems(records, str(folder.base()), folder.settings())
-    found.problems += checkpoint_problems(records, folder.checkpoints, found.steps, running=going_on(folder))
+    found.problems += checkpoint_problems(records, folder.checkpoints, found.steps, running=is_running(folder))
     found.figures += _record_figures(found.records)
     return found
 
 
 def _promised(folder: RunDir) -> ControlConfig:
-    """What the run began with, from its ledger; from `config.json` if the ledger can't be read."""
+    """The settings that the run started with, from its ledger; from `config.json` if the ledger can't be read."""
     try:
         connection = connect(folder.ledger)
         try:
@@ -97,7 +97,7 @@ def _record_figures(records: list[RecordedAt]) -> Iterator[Named]:
         digest = bytes_digest(
             "".join(f"{name} {one.digest}\n" for name, one in sorted(policy(saved[-1]).items())).encode()
         )
-        yield Named("policy of the last, digest", digest[:16])
+        yield Named("policy of the last checkpoint, digest", digest[:16])
 
 
 def conclusion(found: Audit) -> str:
@@ -109,7 +109,7 @@ def conclusion(found: Audit) -> str:
 
 
 def terms(control: ControlConfig) -> Terms:
-    """What a configuration promises."""
+    """The promises of a configuration."""
     return Terms(
         groups_per_step=control.groups_per_step,
         group_size=control.group_size,
@@ -120,9 +120,9 @@ def terms(control: ControlConfig) -> Terms:
 
 
 def _replayed(control: ControlConfig, log: list[LoggedEvent]) -> str:
-    """Where a fresh orchestrator decides otherwise; empty if nowhere."""
+    """The first difference when a new orchestrator replays the log; empty if there is none."""
     try:
         deque(replay(Orchestrator(control), log), maxlen=0)
-    except Exception as error:  # a log that was tampered with can bring it into any state
+    except Exception as error:  # a log that was tampered with can put it into any state
         return str(error) or f"the log can't be replayed: {type(error).__name__}"
     return ""

@@ -1,7 +1,7 @@
 """The command `dora-rl`.
 
-A command's module is imported when the command is given, so that `--help`, and the mistakes of one command, do not wait
-for what the others need.
+The module of a command is imported only when that command is given, so that `--help` and error messages do not wait for
+imports of other commands.
 """
 
 from __future__ import annotations
@@ -17,32 +17,36 @@ from dora_rl.core.errors import DoraError, IntegrityError, RunError, UserError
 
 
 class _Command(NamedTuple):
-    place: str
+    target: str
     """`module:function` in `dora_rl.apps`."""
     about: str
-    """The first line of the function's description."""
+    """The first sentence of the function's docstring."""
     settings: bool = False
-    """It takes the settings of a run as options."""
+    """Whether it takes the settings of a run as options."""
 
 
 COMMANDS = {
-    "init": _Command("init:init", "Write a config file: a short one to begin with, or with every setting."),
+    "init": _Command("init:init", "Write a config file: a short one to start with, or one with every setting."),
     "train": _Command("train:train", "Train a model with reinforcement learning.", settings=True),
     "eval": _Command("evaluate:evaluate", "Evaluate a run's policy, or a model, on held-out prompts."),
-    "runs": _Command("runs:runs", "List runs: how far they are, what they reached, and whether they go on."),
-    "report": _Command("report:report", "Write the page about a run: curves, lengths, staleness, timeline, samples."),
+    "runs": _Command("runs:runs", "List runs: their progress, reward and accuracy, and whether they are running."),
+    "report": _Command(
+        "report:report", "Write the report page of a run: curves, lengths, staleness, timeline, samples."
+    ),
     "audit": _Command(
         "audit:audit",
-        "Check a run: nothing lost, nothing trained twice, no bound broken, no trajectory of mixed weights.",
+        "Check from its ledger that a run lost no group, trained none twice, kept the bound and mixed no versions.",
     ),
     "scale": _Command("scale:scale", "Change the number of rollout instances."),
     "generate": _Command(
         "generate:generate", "Complete prompts in batches; writes JSONL with text, tokens and log-probs."
     ),
-    "sft": _Command("sft:sft", "Teach a model prompts and completions, as a warm start for reinforcement learning."),
+    "sft": _Command(
+        "sft:sft", "Fine-tune a model on prompts and completions, as a warm start for reinforcement learning."
+    ),
     "sim": _Command(
         "simulate:sim",
-        "Simulate a cluster and compare modes; the decisions are those of the production orchestrator.",
+        "Simulate a cluster and compare modes, with the orchestrator that real runs use.",
     ),
     "plan": _Command(
         "simulate:plan_command",
@@ -56,7 +60,7 @@ def load(name: str) -> Any:
     from dora_rl.apps.config_options import SettingsCommand
 
     command = COMMANDS[name]
-    module, _, function = command.place.partition(":")
+    module, _, function = command.target.partition(":")
     one = typer.Typer(add_completion=False)
     kind = SettingsCommand if command.settings else None
     one.command(name, cls=kind)(getattr(importlib.import_module(f"dora_rl.apps.{module}"), function))
@@ -64,7 +68,7 @@ def load(name: str) -> Any:
 
 
 class _Group(TyperGroup):
-    """All commands by name and one line each; the one that is given is loaded."""
+    """Lists all commands with one line each; loads only the one that is given."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)
@@ -92,7 +96,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Multi-version asynchronous reinforcement learning for language models."""
@@ -109,18 +113,18 @@ def version() -> None:
 
 
 def main() -> None:
-    """Entry point: a user's mistake is one sentence on stderr and exit code 2."""
+    """Entry point: a user's mistake is reported in one sentence on stderr, with exit code 2."""
     try:
         app()
     except UserError as error:
-        _say(error)
+        _print_error(error)
         sys.exit(2)
     except (RunError, IntegrityError) as error:
-        _say(error)
+        _print_error(error)
         sys.exit(1)
 
 
-def _say(error: DoraError) -> None:
+def _print_error(error: DoraError) -> None:
     from rich.console import Console
 
     Console(stderr=True, soft_wrap=True).print(f"dora-rl: {error}", highlight=False, markup=False)

@@ -1,4 +1,4 @@
-"""`dora-rl generate`: batch completion with the built-in engine."""
+"""`dora-rl generate`: completes prompts in batches with the built-in engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from dora_rl.apps.output_file import make_sure_of
+from dora_rl.apps.output_file import check_writable
 from dora_rl.core.errors import RequestError, UserError
 
 if TYPE_CHECKING:
@@ -32,26 +32,32 @@ class PromptLine(NamedTuple):
 
 def generate(
     model: Annotated[str, typer.Argument(help="Folder with safetensors, hub name, or GGUF file.")],
-    prompts: Annotated[Path, typer.Option(help="JSONL with a 'prompt' (text or messages), or one text a line.")],
-    out: Annotated[Path | None, typer.Option(help="JSONL to write; standard output if not given.")] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Responses to each prompt.")] = 1,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a response.")] = 256,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 1.0,
-    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens with this probability.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Keep so many of the likeliest tokens; 0 keeps all.")] = 0,
-    min_p: Annotated[float, typer.Option(help="Keep tokens this fraction as likely as the likeliest.")] = 0.0,
-    stop: Annotated[list[str] | None, typer.Option(help="String that ends a response; may be repeated.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Same seed, same responses, in any batch.")] = 0,
+    prompts: Annotated[
+        Path, typer.Option(help="JSONL with a 'prompt' (text or messages), or a text file with one prompt per line.")
+    ],
+    out: Annotated[Path | None, typer.Option(help="JSONL file to write; default: standard output.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Responses per prompt.")] = 1,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of a response.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 1.0,
+    top_p: Annotated[
+        float, typer.Option(help="Sample from the likeliest tokens that together have this probability.")
+    ] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Sample from this many of the likeliest tokens; 0: from all.")] = 0,
+    min_p: Annotated[
+        float, typer.Option(help="Sample from tokens at least this fraction as likely as the likeliest.")
+    ] = 0.0,
+    stop: Annotated[list[str] | None, typer.Option(help="String that ends a response. Repeatable.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same responses in any batch.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda or mps.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    threads: Annotated[int, typer.Option(min=0, help="Threads that compute; 0 takes all cores.")] = 0,
-    max_requests: Annotated[int, typer.Option(min=1, help="Responses generated at once.")] = 64,
-    kv_gib: Annotated[float, typer.Option(help="Memory of the KV cache, in GiB.")] = 2.0,
+    threads: Annotated[int, typer.Option(min=0, help="Number of threads; 0: all cores.")] = 0,
+    max_requests: Annotated[int, typer.Option(min=1, help="Responses generated at a time.")] = 64,
+    kv_gib: Annotated[float, typer.Option(help="Size of the KV cache in GiB.")] = 2.0,
 ) -> None:
     """Complete prompts in batches; writes JSONL with text, tokens and log-probs."""
     lines = read_prompts(prompts)
     if out is not None:
-        make_sure_of(out)
+        check_writable(out)
     console = Console(stderr=True)
     try:
         import torch  # noqa: F401
@@ -87,14 +93,14 @@ def generate(
     sampling.check(engine.vocab)
     sink = out.open("w", encoding="utf-8") if out else sys.stdout
     try:
-        _Run(engine, loaded.tokenizer, sampling, samples, sink, console).go(lines)
+        _Job(engine, loaded.tokenizer, sampling, samples, sink, console).run(lines)
     finally:
         if out:
             sink.close()
 
 
 def read_prompts(path: Path) -> list[PromptLine]:
-    """The prompts of a file: JSONL where its name says so, else one text a line; empty lines are passed over."""
+    """The prompts of a file: JSONL if its name ends so, else one text per line; empty lines are skipped."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -127,7 +133,7 @@ def _json_prompt(path: Path, number: int, line: str) -> Any:
 
 
 def _ends(loaded: Any) -> tuple[int, ...]:
-    """Token ids that end a response, as the model says."""
+    """Token ids that end a response, from the model's configuration."""
     ids = loaded.model.generation_config.eos_token_id
     if ids is None:
         ids = loaded.tokenizer.eos_token_id
@@ -136,8 +142,8 @@ def _ends(loaded: Any) -> tuple[int, ...]:
     return tuple(ids) if isinstance(ids, list) else (int(ids),)
 
 
-class _Run:
-    """One batch job: submit all, write each response as it ends."""
+class _Job:
+    """One batch job: submits all requests and writes each response when it ends."""
 
     def __init__(
         self, engine: Engine, tokenizer: Any, sampling: Sampling, samples: int, sink: Any, console: Console
@@ -148,12 +154,12 @@ class _Run:
         self._samples = samples
         self._sink = sink
         self._console = console
-        self._said: dict[int, dict[str, list[Any]]] = {}
+        self._responses: dict[int, dict[str, list[Any]]] = {}
         self._tokens = 0
         self._refused = 0
 
-    def go(self, lines: list[PromptLine]) -> None:
-        """Generate everything; ends with a line of figures on standard error."""
+    def run(self, lines: list[PromptLine]) -> None:
+        """Generate all responses, then print a line with the totals on standard error."""
         columns = (TextColumn("generate"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"))
         with Progress(*columns, TimeRemainingColumn(), console=self._console, transient=True) as bar:
             task = bar.add_task("", total=len(lines) * self._samples, rate="")
@@ -163,7 +169,7 @@ class _Run:
                 bar.advance(task)
             while self._engine.busy:
                 output = self._engine.step()
-                self._hear(output)
+                self._collect(output)
                 for finished in output.finished:
                     self._finish(lines, finished)
                     rate = f"{self._tokens / (time.perf_counter() - start):,.0f} tokens/s"
@@ -179,7 +185,7 @@ class _Run:
         )
 
     def _submit(self, lines: list[PromptLine]) -> Iterator[tuple[int, RequestError]]:
-        """All requests; those that can't be served come back with the reason."""
+        """Submit all requests; yields those that can't be served, with the reason."""
         from dora_rl.engine.requests import Request
 
         for index, line in enumerate(lines):
@@ -203,17 +209,17 @@ class _Run:
 
         return encode_chat(self._tokenizer, prompt)
 
-    def _hear(self, output: StepOutput) -> None:
+    def _collect(self, output: StepOutput) -> None:
         for chunk in output.chunks:
-            said = self._said.setdefault(chunk.trajectory, {"tokens": [], "logprobs": []})
-            said["tokens"].extend(chunk.tokens.tolist())
-            said["logprobs"].extend(chunk.logprobs.tolist())
+            response = self._responses.setdefault(chunk.trajectory, {"tokens": [], "logprobs": []})
+            response["tokens"].extend(chunk.tokens.tolist())
+            response["logprobs"].extend(chunk.logprobs.tolist())
             self._tokens += len(chunk)
 
     def _finish(self, lines: list[PromptLine], finished: Finished) -> None:
-        said = self._said.pop(finished.trajectory, {"tokens": [], "logprobs": []})
-        text = self._tokenizer.decode(said["tokens"], skip_special_tokens=True)
-        self._write(lines, finished.trajectory, {"text": text, "stop": finished.reason.value, **said})
+        response = self._responses.pop(finished.trajectory, {"tokens": [], "logprobs": []})
+        text = self._tokenizer.decode(response["tokens"], skip_special_tokens=True)
+        self._write(lines, finished.trajectory, {"text": text, "stop": finished.reason.value, **response})
 
     def _write(self, lines: list[PromptLine], trajectory: int, record: dict[str, Any]) -> None:
         line = lines[trajectory // self._samples]

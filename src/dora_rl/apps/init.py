@@ -1,8 +1,8 @@
-"""`dora-rl init`: a commented config file, made of the config classes themselves, so that it can't go stale.
+"""`dora-rl init`: writes a commented config file, generated from the config classes so that it is always up to date.
 
-The short file has the settings that a newcomer edits. The full one has every setting with its meaning, its default as a
-comment; what stands uncommented there are settings without a default, examples, and settings whose default in a run is
-not the one of their section.
+The short file has the settings that new users edit. The full file has every setting with its description and its
+default as a comment; uncommented are settings without a default, examples, and settings whose default in a run differs
+from that of their section's class.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ EXAMPLES: dict[str, Any] = {
 }
 _WIDTH = 110
 _SHORT_HEAD = """\
-`dora-rl train FILE --dry-run` checks this file, `dora-rl train FILE` begins the run.
-Paths start at this file. `dora-rl train --help` lists all settings, `dora-rl init --full` writes them all."""
+`dora-rl train FILE --dry-run` checks this file, `dora-rl train FILE` starts the run.
+Paths are relative to this file. `dora-rl train --help` lists all settings, `dora-rl init --full` writes them all."""
 _HEAD = """\
-A run of dora-rl: `dora-rl train FILE` begins it, `dora-rl train FILE --dry-run` shows what is understood.
-A line `#key = value` is a default; take the `#` away to change it. Paths of data and rewards start at this file."""
+A run of dora-rl: `dora-rl train FILE` starts it, `dora-rl train FILE --dry-run` prints the resolved config.
+A line `#key = value` is a default; remove the `#` to change it. Paths of data and rewards are relative to this file."""
 
 
 def init(
     file: Annotated[Path, typer.Argument(help="File to write.")] = Path("run.toml"),
-    full: Annotated[bool, typer.Option("--full", help="With every setting and its default.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Include every setting with its default.")] = False,
 ) -> None:
-    """Write a config file: a short one to begin with, or with every setting."""
+    """Write a config file: a short one to start with, or one with every setting."""
     from dora_rl.runtime.config import RunConfig
 
     try:
         with file.open("x", encoding="utf-8") as out:
             out.write(document(RunConfig, EXAMPLES) if full else short(RunConfig, EXAMPLES))
     except FileExistsError:
-        raise UserError(f"{file} is there already: name another file, or remove it") from None
+        raise UserError(f"{file} already exists: name another file, or remove it") from None
     except OSError as error:
         raise UserError(f"cannot write {file}: {error.strerror}") from error
     console = Console(soft_wrap=True)
@@ -63,13 +63,13 @@ def init(
 
 
 def short(kind: type[BaseModel], examples: dict[str, Any]) -> str:
-    """The config file of the examples alone, each with the first sentence about it."""
+    """A config file of the examples only, each with the first sentence of its description."""
     lines = [*_comment(_SHORT_HEAD.splitlines())]
     here = ""
     for path, value in examples.items():
         folder, _, name = path.rpartition(".")
         if "." in folder:
-            continue  # what is off by default
+            continue  # in a section that is off by default
         field = kind.model_fields[folder]
         section = section_of(field)
         assert section is not None
@@ -83,7 +83,7 @@ def short(kind: type[BaseModel], examples: dict[str, Any]) -> str:
 
 
 def document(kind: type[BaseModel], examples: dict[str, Any]) -> str:
-    """The config file of a tree of config classes."""
+    """A config file with every setting of a tree of config classes."""
     lines = [*_comment(_HEAD.splitlines()), ""]
     return "\n".join([*lines, *_section(kind, None, "", examples, "")]).rstrip() + "\n"
 
@@ -91,7 +91,7 @@ def document(kind: type[BaseModel], examples: dict[str, Any]) -> str:
 def _section(
     kind: type[BaseModel], value: BaseModel | None, path: str, examples: dict[str, Any], mute: str
 ) -> Iterator[str]:
-    """The fields of a section, then the sections in it; `mute` comments out what is off by default."""
+    """The fields of a section, then its subsections; `mute` comments out what is off by default."""
     inner: list[tuple[str, FieldInfo]] = []
     for name, field in kind.model_fields.items():
         if section_of(field) is not None:
@@ -107,7 +107,7 @@ def _section(
         about = [field.description or model.__doc__ or ""]
         yield from _comment(about)
         if off and not mute:
-            yield from _comment(["It is off; take the `#` away here to have it."])
+            yield from _comment(["It is off; remove the `#` here to enable it."])
         yield f"{off}[{path}{name}]"
         yield from _section(model, default, f"{path}{name}.", examples, off)
 
@@ -123,8 +123,8 @@ def _field(
         assert not field.is_required(), f"'{path}' has no default and no example"
         yield f"#{name} is not set"
     else:
-        said = value is not None and default != field.get_default(call_default_factory=True)
-        yield ("" if said and not mute else "#") + f"{name} = {toml(default)}"
+        changed = value is not None and default != field.get_default(call_default_factory=True)
+        yield ("" if changed and not mute else "#") + f"{name} = {toml(default)}"
 
 
 def _comment(texts: list[str]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Files that a command writes when its work is done: what would keep them from being written is said before it."""
+"""Checks before a command starts its work that its output file can be written at the end."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from pathlib import Path
 from dora_rl.core.errors import UserError
 
 
-def make_sure_of(file: Path, *, folders: bool = False) -> None:
-    """That the file can be written; with `folders`, those above it are made.
+def check_writable(file: Path, *, folders: bool = False) -> None:
+    """Raise an error if the file can't be written; with `folders`, create its parent folders.
 
-    What it holds stays as it is; if it was not there, it is not there afterwards.
+    An existing file keeps its content; a file that did not exist does not exist afterwards.
     """
     try:
         if folders:
             file.parent.mkdir(parents=True, exist_ok=True)
-        there = file.exists()
+        existed = file.exists()
         file.open("a").close()
-        if not there:
+        if not existed:
             file.unlink()
     except OSError as error:
         raise UserError(f"cannot write {file}: {error.strerror}") from error

@@ -1,8 +1,8 @@
-"""A run as it goes on, in the terminal: a panel that is drawn anew a few times a second, or a plain line a step.
+"""The progress of a run in the terminal: a panel that is redrawn a few times a second, or one plain line per step.
 
 Invariants:
-- looking takes at most a fiftieth of the supervisor's time: the slower a drawing, the longer until the next;
-- nothing here changes the run; what is shown are the recorder's and the orchestrator's own figures.
+- drawing takes at most 2% of the supervisor's time: the slower it is, the longer until the next time;
+- nothing here changes the run; all values shown are those of the recorder and the orchestrator.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ if TYPE_CHECKING:
     from dora_rl.runtime.supervisor.run import Run
 
 _INTERVAL = 0.25
-_PRICE = 50
-"""A drawing that took t seconds is followed by at least so many times t without one."""
+_PAUSE_FACTOR = 50
+"""After drawing for t seconds, the next drawing waits at least this many times t."""
 _RECENT = 10
-"""Steps that rates and the time left are averaged over."""
+"""Number of steps over which rates and the time left are averaged."""
 _SPARKS = "▁▂▃▄▅▆▇█"
 _WIDTH = 24
 
 
 class ProgressPanel:
-    """Looks on at a run; call it as often as you like."""
+    """Shows the progress of a run; call it after every event."""
 
     def __init__(self, run: Run, console: Console) -> None:
         self._run = run
         self._console = console
         self._due = 0.0
         self._seen = 0
-        """Steps of this process that are in the figures below."""
-        # A run that goes on has a past, of which the recorder knows nothing.
+        """Steps of this process that the values below include."""
+        # A resumed run has earlier steps, which the recorder of this process does not have.
         past = read_metrics(run.folder)
         self._rewards = [one[REWARD] for one in past.steps.values()]
         self._accuracy = [(version, one[ACCURACY]) for version, one in past.evaluations.items()]
@@ -55,7 +55,7 @@ class ProgressPanel:
         self._staleness = read_facts(run.folder).staleness
         self._time, _ = totals(read_activity(run.folder).windows)
         self._recent: deque[tuple[float, float]] = deque(maxlen=_RECENT)
-        """Tokens and seconds of a step."""
+        """Tokens and seconds of each recent step."""
         self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
 
     def __enter__(self) -> Self:
@@ -73,7 +73,7 @@ class ProgressPanel:
             self._print()
 
     def __call__(self) -> None:
-        """Something has happened."""
+        """Update after an event."""
         if self._live is None:
             self._print()
         else:
@@ -90,14 +90,14 @@ class ProgressPanel:
         assert self._live is not None
         self._catch_up()
         self._live.update(self.panel(), refresh=True)
-        self._due = now + max(_INTERVAL, _PRICE * (time.monotonic() - now))
+        self._due = now + max(_INTERVAL, _PAUSE_FACTOR * (time.monotonic() - now))
 
     def _catch_up(self) -> bool:
-        """Take in what the recorder has got since; True if a step is over."""
+        """Read new values from the recorder; True if a step has ended."""
         recorder = self._run.recorder
         fresh = recorder.steps > self._seen
         if fresh:
-            # Where several steps are over since, those before the last share its reward; the files have each.
+            # If several steps have ended, the earlier ones get the reward of the last; the files have each value.
             self._rewards += [recorder.last[REWARD]] * (recorder.steps - self._seen)
             self._recent.append((recorder.last["batch/response_tokens"], recorder.last["timing_s/step"]))
             self._seen = recorder.steps
@@ -106,10 +106,10 @@ class ProgressPanel:
         self._evaluated = len(recorder.evaluations)
         return fresh
 
-    # -- what is said -----------------------------------------------------------------------------------------
+    # -- text -----------------------------------------------------------------------------------------
 
     def line(self) -> str:
-        """One step in one line."""
+        """One line about the last step."""
         last = self._run.recorder.last
         parts = [f"steps done {self._done}{self._asked}", f"reward {self._rewards[-1]:.3f}"]
         if self._accuracy:
@@ -124,7 +124,7 @@ class ProgressPanel:
         return "  ".join(parts)
 
     def panel(self) -> Group:
-        """Everything at a glance."""
+        """The panel: a progress bar and a table."""
         table = Table.grid(padding=(0, 2, 0, 0))
         table.add_column(style="dim", no_wrap=True)
         table.add_column(overflow="fold")
@@ -152,7 +152,7 @@ class ProgressPanel:
         rows.append(("rollout", f"{self._rate:,.0f} tokens/s trained, occupancy {self._occupancy:.0%}"))
         rows.append(("versions", self._versions()))
         rows.append(("staleness", histogram(self._staleness + recorder.staleness) or "nothing trained yet"))
-        rows.append(("slots idle", idle(shares(self._time + recorder.time)) or "never"))
+        rows.append(("idle slots", idle(shares(self._time + recorder.time)) or "none"))
         rows.append(("trainer", self._trainer()))
         return rows
 
@@ -162,19 +162,20 @@ class ProgressPanel:
         waiting = self._run.orchestrator.snapshot().waiting
         live = sorted({v for v, count in (*running.items(), *waiting.items()) if count}, reverse=True)
         named = [
-            f"v{version}: {running.get(version, 0)}" + (f" + {waiting[version]} wait" if waiting.get(version) else "")
+            f"v{version}: {running.get(version, 0)}"
+            + (f" + {waiting[version]} waiting" if waiting.get(version) else "")
             for version in live
         ]
-        return "  ".join(named) + "  requests" if named else "none generates"
+        return "  ".join(named) + "  requests" if named else "no requests"
 
     def _trainer(self) -> str:
         activity = self._run.recorder.trainer.current
         if activity.label is not ActivityLabel.IDLE:
-            doing = {ActivityLabel.TRAIN: "trains step", ActivityLabel.PUBLISH: "publishes"}.get(
+            activity_text = {ActivityLabel.TRAIN: "training step", ActivityLabel.PUBLISH: "publishing version"}.get(
                 activity.label, activity.label.value
             )
-            return f"{doing} {activity.version}"
-        return f"waits: {activity.cause}"
+            return f"{activity_text} {activity.version}"
+        return f"waiting: {activity.cause}"
 
     @property
     def _done(self) -> int:
@@ -195,18 +196,18 @@ class ProgressPanel:
         return occupancy(self._time + self._run.recorder.time)
 
     def _left(self) -> str:
-        so_far = duration(self._run.world.now() / SECOND)
+        elapsed = duration(self._run.world.now() / SECOND)
         steps = self._run.config.control.steps
         if not self._recent:
             return "starting"
         if steps is None or steps == self._done:
-            return f"{so_far} so far"
+            return f"{elapsed} elapsed"
         each = sum(seconds for _, seconds in self._recent) / len(self._recent)
-        return f"{so_far} so far, about {duration(each * (steps - self._done))} left"
+        return f"{elapsed} elapsed, about {duration(each * (steps - self._done))} left"
 
 
 def sparks(values: list[float], width: int = _WIDTH) -> str:
-    """A curve of a line's height: means over stretches, between the lowest and the highest of them."""
+    """A curve in one line of text: the means of equal intervals, scaled between the lowest and the highest."""
     count = min(width, len(values))
     edges = [number * len(values) // count for number in range(count + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]

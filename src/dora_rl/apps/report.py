@@ -1,4 +1,4 @@
-"""`dora-rl report`: one self-contained page about a run, from what it has written down."""
+"""`dora-rl report`: writes a self-contained page about a run, from the files of its run directory."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from dora_rl.apps import run_reader as recorded
+from dora_rl.apps import run_reader
 from dora_rl.apps.html_page import write_page
-from dora_rl.apps.summary import ACCURACY, REWARD, Summary, occupancy_between, place, published_times, summarise
+from dora_rl.apps.summary import ACCURACY, REWARD, Summary, occupancy_between, published_times, summarise, worker_id
 from dora_rl.apps.summary_table import rows
 from dora_rl.apps.timeline import drawn
 from dora_rl.core.activities import ActivityLabel, IdleCause, IdleReason
@@ -25,7 +25,7 @@ from dora_rl.runtime.run_dir import RunDir
 _BINS = 24
 _SAMPLES = 12
 _LONGEST = 4000
-"""Characters of a sample's text that are shown."""
+"""Characters shown of a sample's text."""
 _ORDER = (
     ActivityLabel.LOAD,
     ActivityLabel.PUBLISH,
@@ -38,7 +38,7 @@ _ORDER = (
 
 
 def report(run: Annotated[Path, typer.Argument(help="Folder of a run, finished or not.")]) -> None:
-    """Write the page about a run: curves, lengths, staleness, timeline, samples."""
+    """Write the report page of a run: curves, lengths, staleness, timeline, samples."""
     folder = RunDir.open(run)
     write_report(folder, summarise(folder))
     Console(soft_wrap=True).print(f"report: {folder.report}", highlight=False, markup=False)
@@ -47,9 +47,9 @@ def report(run: Annotated[Path, typer.Argument(help="Folder of a run, finished o
 def write_report(folder: RunDir, summary: Summary) -> None:
     """Write `report.html` into the run's folder."""
     metrics, facts, activity = (
-        recorded.read_metrics(folder),
-        recorded.read_facts(folder),
-        recorded.read_activity(folder),
+        run_reader.read_metrics(folder),
+        run_reader.read_facts(folder),
+        run_reader.read_activity(folder),
     )
     timeline = run_timeline(activity, facts.published)
     settings = folder.settings()
@@ -57,7 +57,7 @@ def write_report(folder: RunDir, summary: Summary) -> None:
     data = {
         "name": summary.name,
         "about": f"{settings['model']['path']} on {settings['data']['source']}: {control['groups_per_step']} groups "
-        f"of {control['group_size']} a step, responses of at most {control['max_response_tokens']} tokens.",
+        f"of {control['group_size']} per step, responses of at most {control['max_response_tokens']} tokens.",
         "figures": rows(summary),
         "curves": {"steps": _curves(metrics, "version"), "seconds": _curves(metrics, "time")},
         "occupancy": _occupancy(activity, metrics, facts),
@@ -69,7 +69,7 @@ def write_report(folder: RunDir, summary: Summary) -> None:
         ],
         "slots": list(summary.slots.items()),
         "trainer": list(summary.trainer.items()),
-        "samples": _samples(list(recorded.lines(folder.samples))),
+        "samples": _samples(list(run_reader.lines(folder.samples))),
     }
     write_page(folder.report, "report.html", data)
 
@@ -77,8 +77,8 @@ def write_report(folder: RunDir, summary: Summary) -> None:
 # -- curves -----------------------------------------------------------------------------------------------------
 
 
-def _curves(metrics: recorded.Metrics, x: str) -> dict[str, list[list[float]]]:
-    """Over the version that a step gave, or over seconds."""
+def _curves(metrics: run_reader.Metrics, x: str) -> dict[str, list[list[float]]]:
+    """Curves over the version of each step, or over seconds."""
     steps, evaluations = metrics.steps.values(), metrics.evaluations.values()
     return {
         "reward": _points(steps, x, REWARD),
@@ -89,9 +89,9 @@ def _curves(metrics: recorded.Metrics, x: str) -> dict[str, list[list[float]]]:
 
 
 def _occupancy(
-    activity: recorded.ActivityLog, metrics: recorded.Metrics, facts: recorded.RunFacts
+    activity: run_reader.ActivityLog, metrics: run_reader.Metrics, facts: run_reader.RunFacts
 ) -> list[list[float]]:
-    """Of each step, from the windows: those that were written during a short step say little of it."""
+    """Occupancy in each step, from all windows: those written during a short step cover it badly."""
     found = occupancy_between(activity.windows, published_times(metrics, facts))
     return [[step + 1, round(share, 4)] for step, share in zip(facts.published, found, strict=True)]
 
@@ -111,12 +111,12 @@ def _lengths(lengths: dict[int, list[int]]) -> dict[str, Any]:
 
 
 def percentile(ranked: list[int], share: float) -> int:
-    """The smallest that at least this share does not exceed."""
+    """The smallest value that at least this share of the values does not exceed."""
     return ranked[max(0, math.ceil(share * len(ranked)) - 1)]
 
 
 def _histogram(lengths: list[int]) -> list[list[Any]]:
-    """Bins that grow by a factor, since lengths have a long tail."""
+    """Bins that grow by a constant factor, since lengths have a long tail."""
     if not lengths:
         return []
     low, high = max(1, min(lengths)), max(lengths)
@@ -130,14 +130,14 @@ def _histogram(lengths: list[int]) -> list[list[Any]]:
 # -- timeline ---------------------------------------------------------------------------------------------------
 
 
-def run_timeline(activity: recorded.ActivityLog, published: dict[StepId, Nanoseconds]) -> Timeline | None:
-    """One row for each slot of each place; the lives of an instance follow one another in it."""
-    # A crash may cost a note; of the steps, the ledger knows.
+def run_timeline(activity: run_reader.ActivityLog, published: dict[StepId, Nanoseconds]) -> Timeline | None:
+    """One row for each slot of each instance; the restarts of an instance share a row."""
+    # A crash may lose a note; the ledger has all steps.
     versions = {note["version"]: note["at"] for note in activity.notes if note["note"] == "published"}
     versions |= {step + 1: at for step, at in published.items()}
-    tracks: dict[str, list[recorded.Window]] = {}
+    tracks: dict[str, list[run_reader.Window]] = {}
     for window in activity.windows:
-        tracks.setdefault(place(window.who) if window.who != "trainer" else "trainer", []).append(window)
+        tracks.setdefault(worker_id(window.who) if window.who != "trainer" else "trainer", []).append(window)
     trainer = list(_segments(tracks.pop("trainer", [])))
     slots = {_slot(name): list(_segments(tracks[name])) for name in sorted(tracks, key=_natural)}
     rows = [segments for segments in slots.values() if segments]
@@ -147,18 +147,18 @@ def run_timeline(activity: recorded.ActivityLog, published: dict[StepId, Nanosec
         slots=slots,
         trainer=trainer,
         moves=[
-            (note["at"], _slot(place(note["source"])), _slot(place(note["target"])), note["count"])
+            (note["at"], _slot(worker_id(note["source"])), _slot(worker_id(note["target"])), note["count"])
             for note in activity.notes
             if note["note"] == "moved"
         ],
         published=dict(sorted(versions.items())),
-        # The first version may be there before the first instance is.
+        # The first version may be published before the first instance starts.
         start=min([*(segments[0].start for segments in rows), *versions.values()]),
         end=max(segments[-1].end for segments in rows),
     )
 
 
-def _segments(windows: list[recorded.Window]) -> Iterator[Segment]:
+def _segments(windows: list[run_reader.Window]) -> Iterator[Segment]:
     last: Activity | None = None
     for window in sorted(windows, key=lambda it: it.start):
         start: Nanoseconds = window.start
@@ -168,8 +168,8 @@ def _segments(windows: list[recorded.Window]) -> Iterator[Segment]:
             last = activity
 
 
-def _likely(window: recorded.Window, last: Activity | None) -> list[tuple[Activity, Nanoseconds]]:
-    """The shares in a likely order: what went on before, work of old versions, idling, a load, work of the new one."""
+def _likely(window: run_reader.Window, last: Activity | None) -> list[tuple[Activity, Nanoseconds]]:
+    """The shares in a likely order: the last activity, work of old versions, idle time, a load, work of the new one."""
     shares = [(_activity(label, version, cause), spent) for label, version, cause, spent in window.shares]
     fresh = {
         activity.version for activity, _ in shares if activity.label in (ActivityLabel.LOAD, ActivityLabel.PUBLISH)
@@ -197,7 +197,7 @@ def _slot(name: str) -> SlotId:
 
 
 def _natural(name: str) -> tuple[int, str, int]:
-    """i2 comes before i10."""
+    """Sort key by which i2 comes before i10."""
     slot = _slot(name)
     return len(slot.instance), slot.instance, slot.number
 
@@ -206,7 +206,7 @@ def _natural(name: str) -> tuple[int, str, int]:
 
 
 def _samples(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of the first, some middle and the last steps, the best and the worst response."""
+    """The best and the worst response of the first, some middle and the last steps."""
     by_step: dict[int, list[dict[str, Any]]] = {}
     for sample in samples:
         by_step.setdefault(sample["step"], []).append(sample)

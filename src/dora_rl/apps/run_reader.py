@@ -1,9 +1,9 @@
-"""What a run has written down, read back: metrics, activity, samples and ledger of a run folder.
+"""Reads the metrics, activity, samples and ledger of a run directory.
 
 Invariants:
-- reading changes nothing and needs no torch, so that a run can be looked at while it goes on;
-- a line that a crash cut short is passed over; a step that was trained again counts once, as it was trained last;
-- counts of groups, trajectories, tokens and moves come from the ledger, which no crash makes incomplete.
+- reading changes nothing and needs no torch, so that a run can be inspected while it is running;
+- a line that a crash cut short is skipped; a step that was trained again counts once, with its last values;
+- counts of groups, trajectories, tokens and moves come from the ledger, which is complete after any crash.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from dora_rl.core.types import Nanoseconds, StepId, Version
 from dora_rl.ledger.ledger import DAMAGE, check_schema
 from dora_rl.runtime.run_dir import RunDir
 
-State = Literal["finished", "stopped", "going on"]
+State = Literal["finished", "stopped", "running"]
 
 
 class Window(NamedTuple):
-    """Where the time of a slot or the trainer went; how it was ordered inside is not known."""
+    """The time of a slot or the trainer by activity; the order of activities within the window is not recorded."""
 
     who: str
     start: Nanoseconds
     end: Nanoseconds
     shares: list[tuple[str, Version | None, str, Nanoseconds]]
-    """Label, version, cause, time."""
+    """Activity label, version, idle cause, time."""
 
 
 class ActivityLog(NamedTuple):
@@ -46,30 +46,30 @@ class ActivityLog(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """`metrics.jsonl`: figures by step, and by evaluated version."""
+    """`metrics.jsonl`: metrics by step and by evaluated version."""
 
     steps: dict[StepId, dict[str, Any]]
     evaluations: dict[Version, dict[str, Any]]
     ledger_seconds: float
-    """Spent on writing the ledger, over all processes that carried the run."""
+    """Time spent on writing the ledger, over all supervisor processes of the run."""
 
 
 class RunFacts(NamedTuple):
-    """What the ledger says."""
+    """Facts from the ledger."""
 
     published: dict[StepId, Nanoseconds]
-    """When the version that a step gave was published."""
+    """When the version of each step was published."""
     staleness: Counter[int]
     """Trained groups by staleness."""
     lengths: dict[StepId, list[int]]
     """Tokens of the trained responses."""
     moved: int
-    """Requests that arrived."""
+    """Requests that arrived after a move."""
     failed: Counter[str]
-    """Trajectories with a verdict, by reason."""
+    """Failed trajectories by reason."""
     open_groups: int
     drained: bool
-    """The data has ended and every prompt of it was admitted."""
+    """Whether the data has ended and all its prompts were admitted."""
 
 
 def lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -87,12 +87,12 @@ def _parse(line: bytes) -> Any:
     with contextlib.suppress(msgspec.DecodeError):
         return msgspec.json.decode(line)
     with contextlib.suppress(ValueError):
-        return json.loads(line)  # takes numbers that are not finite, too
+        return json.loads(line)  # accepts NaN and infinity, too
     return None
 
 
 def read_metrics(folder: RunDir) -> Metrics:
-    """The figures of all steps and evaluations."""
+    """The metrics of all steps and evaluations."""
     steps: dict[StepId, dict[str, Any]] = {}
     evaluations: dict[Version, dict[str, Any]] = {}
     before = ledger = 0.0
@@ -102,14 +102,14 @@ def read_metrics(folder: RunDir) -> Metrics:
         elif "step" in record:
             steps[record["step"]] = record
             now = record.get("timing_s/ledger", before)
-            # The count begins anew in each process that carries the run.
+            # The count starts at 0 in each supervisor process.
             ledger += now - before if now >= before else now
             before = now
     return Metrics(dict(sorted(steps.items())), dict(sorted(evaluations.items())), ledger)
 
 
 def read_activity(folder: RunDir) -> ActivityLog:
-    """Where the time went and what happened meanwhile, in the order of writing."""
+    """All windows and notes, in the order in which they were written."""
     windows, notes = [], []
     for record in lines(folder.activity):
         if "note" in record:
@@ -120,13 +120,13 @@ def read_activity(folder: RunDir) -> ActivityLog:
 
 
 def read_facts(folder: RunDir) -> RunFacts:
-    """What the ledger says; of a run that has not begun, nothing."""
+    """Facts from the ledger; empty for a run that has not started."""
     if not folder.ledger.exists():
         return RunFacts({}, Counter(), {}, 0, Counter(), 0, drained=False)
     try:
-        # Without a log beside it nobody writes it, and it can be read without making one.
-        resting = "" if folder.ledger.with_name("ledger.db-wal").exists() else "&immutable=1"
-        connection = sqlite3.connect(f"{folder.ledger.resolve().as_uri()}?mode=ro{resting}", uri=True, timeout=30)
+        # Without a write-ahead log no process writes the ledger, and it can be read without creating one.
+        immutable = "" if folder.ledger.with_name("ledger.db-wal").exists() else "&immutable=1"
+        connection = sqlite3.connect(f"{folder.ledger.resolve().as_uri()}?mode=ro{immutable}", uri=True, timeout=30)
         try:
             check_schema(connection, folder.ledger)
             return _facts(connection)
@@ -136,20 +136,22 @@ def read_facts(folder: RunDir) -> RunFacts:
         raise UserError(f"the ledger {folder.ledger} can't be read: {error}") from error
 
 
-def _facts(ask: sqlite3.Connection) -> RunFacts:
-    published = ask.execute("SELECT step, published_at FROM steps WHERE published_at IS NOT NULL ORDER BY step")
-    staleness = ask.execute("SELECT step - version, count(*) FROM groups WHERE step IS NOT NULL GROUP BY 1 ORDER BY 1")
+def _facts(connection: sqlite3.Connection) -> RunFacts:
+    published = connection.execute("SELECT step, published_at FROM steps WHERE published_at IS NOT NULL ORDER BY step")
+    staleness = connection.execute(
+        "SELECT step - version, count(*) FROM groups WHERE step IS NOT NULL GROUP BY 1 ORDER BY 1"
+    )
     lengths: dict[StepId, list[int]] = {}
     trained = """
         SELECT groups.step, trajectories.tokens FROM groups JOIN trajectories ON trajectories."group" = groups.id
         WHERE groups.step IS NOT NULL AND trajectories.failed IS NULL AND trajectories.tokens IS NOT NULL
         ORDER BY groups.step
     """
-    for step, tokens in ask.execute(trained):
+    for step, tokens in connection.execute(trained):
         lengths.setdefault(step, []).append(tokens)
-    (moved,) = ask.execute("SELECT count(*) FROM moves WHERE arrived = 1").fetchone()
-    failed = ask.execute("SELECT failed, count(*) FROM trajectories WHERE failed IS NOT NULL GROUP BY 1")
-    (unfinished,) = ask.execute("SELECT count(*) FROM groups WHERE step IS NULL AND failure IS NULL").fetchone()
+    (moved,) = connection.execute("SELECT count(*) FROM moves WHERE arrived = 1").fetchone()
+    failed = connection.execute("SELECT failed, count(*) FROM trajectories WHERE failed IS NOT NULL GROUP BY 1")
+    (unfinished,) = connection.execute("SELECT count(*) FROM groups WHERE step IS NULL AND failure IS NULL").fetchone()
     return RunFacts(
         dict(published),
         Counter(dict(staleness)),
@@ -157,20 +159,22 @@ def _facts(ask: sqlite3.Connection) -> RunFacts:
         moved,
         Counter(dict(failed)),
         unfinished,
-        drained=_drained(ask),
+        drained=_drained(connection),
     )
 
 
-def _drained(ask: sqlite3.Connection) -> bool:
-    last = ask.execute('SELECT 1 FROM events WHERE CAST(event AS TEXT) LIKE \'%"PromptsArrived"%"last":true%\' LIMIT 1')
+def _drained(connection: sqlite3.Connection) -> bool:
+    last = connection.execute(
+        'SELECT 1 FROM events WHERE CAST(event AS TEXT) LIKE \'%"PromptsArrived"%"last":true%\' LIMIT 1'
+    )
     if last.fetchone() is None:
         return False
-    (waiting,) = ask.execute("SELECT (SELECT count(*) FROM prompts) - (SELECT count(*) FROM groups)").fetchone()
+    (waiting,) = connection.execute("SELECT (SELECT count(*) FROM prompts) - (SELECT count(*) FROM groups)").fetchone()
     return bool(waiting == 0)
 
 
 def is_run(path: Path) -> bool:
-    """The folder of a run; a model's folder has a `config.json` too, of another kind."""
+    """Whether this is the folder of a run; the `config.json` of a model has other keys."""
     try:
         document = json.loads((path / "config.json").read_text())
     except (OSError, ValueError):
@@ -178,8 +182,8 @@ def is_run(path: Path) -> bool:
     return isinstance(document, dict) and {"base", "config"} <= document.keys()
 
 
-def going_on(folder: RunDir) -> bool:
-    """A supervisor holds the run's lock."""
+def is_running(folder: RunDir) -> bool:
+    """Whether a supervisor holds the run's lock."""
     try:
         with (folder.path / ".lock").open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -191,7 +195,7 @@ def going_on(folder: RunDir) -> bool:
 
 
 def policies(folder: RunDir) -> dict[Version, Path]:
-    """Policy folders of the checkpoints by version; of a version saved twice, the later."""
+    """Policy folders of the checkpoints by version; for a version saved twice, the later one."""
     found = sorted(folder.checkpoints.glob("version-*.*/policy"), key=_order)
     return {_order(path)[0]: path for path in found}
 

@@ -1,4 +1,4 @@
-"""`dora-rl runs`: the runs in a folder, newest first."""
+"""`dora-rl runs`: lists the runs in a folder, newest first."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from dora_rl.runtime.run_dir import RunDir
 
 _COLUMNS = ("run", "mode", "K", "steps", "reward", "accuracy", "tokens/s", "state")
 _LEFT = ("run", "mode", "state")
-_COLOURS = {"finished": "green", "stopped": "yellow", "going on": "cyan"}
+_COLOURS = {"finished": "green", "stopped": "yellow", "running": "cyan"}
 
 
 def runs(
-    folder: Annotated[Path, typer.Argument(help="Folder with runs; a config's `out`.")] = Path("runs"),
+    folder: Annotated[Path, typer.Argument(help="Folder with runs: `out` in their config.")] = Path("runs"),
 ) -> None:
-    """List runs: how far they are, what they reached, and whether they go on."""
+    """List runs: their progress, reward and accuracy, and whether they are running."""
     if not folder.is_dir():
         raise UserError(f"there is no folder '{folder}': name the folder that holds your runs")
     found = find(folder)
@@ -43,26 +43,30 @@ def runs(
 def find(folder: Path) -> list[RunDir]:
     """The runs in a folder, newest first."""
     begun = {path.parent: path.stat().st_mtime_ns for path in folder.glob("*/config.json") if is_run(path.parent)}
-    # Two of the same moment: their names have the time, or a number, in them.
+    # For two with the same time, their names contain the time or a number.
     return [RunDir(path) for path in sorted(begun, key=lambda it: (begun[it], it.name), reverse=True)]
 
 
 def _row(run: RunDir) -> list[str]:
     try:
         return _cells(progress(run))
-    except (UserError, KeyError, TypeError):  # damaged, or of another dora-rl; the others are listed all the same
+    except (
+        UserError,
+        KeyError,
+        TypeError,
+    ):  # damaged, or written by another version of dora-rl; the other runs are still listed
         return [escape(run.path.name), "", "", "", "", "", "", "[red]unreadable[/]"]
 
 
-def _cells(summary: RunProgress) -> list[str]:
-    asked = "" if summary.steps_asked is None else f"/{summary.steps_asked}"
+def _cells(run: RunProgress) -> list[str]:
+    asked = "" if run.steps_asked is None else f"/{run.steps_asked}"
     return [
-        escape(summary.name),
-        summary.mode,
-        str(summary.max_staleness),
-        f"{summary.steps}{asked}",
-        "" if summary.rewards is None else f"{summary.rewards[1]:.3f}",
-        "" if summary.accuracy is None else f"{summary.accuracy[1][1]:.1%}",
-        f"{summary.tokens_per_second:,.0f}",
-        f"[{_COLOURS[summary.state]}]{summary.state}[/]",
+        escape(run.name),
+        run.mode,
+        str(run.max_staleness),
+        f"{run.steps}{asked}",
+        "" if run.rewards is None else f"{run.rewards[1]:.3f}",
+        "" if run.accuracy is None else f"{run.accuracy[1][1]:.1%}",
+        f"{run.tokens_per_second:,.0f}",
+        f"[{_COLOURS[run.state]}]{run.state}[/]",
     ]

@@ -1,4 +1,4 @@
-"""`dora-rl scale`: more or fewer instances while a run goes on."""
+"""`dora-rl scale`: changes the number of rollout instances of a run."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from rich.console import Console
 
 
 def scale(
-    run: Annotated[Path, typer.Argument(help="Folder of a run, going on or to be resumed.")],
-    instances: Annotated[int, typer.Option(help="How many instances it shall have.")],
+    run: Annotated[Path, typer.Argument(help="Folder of a run that is running or will be resumed.")],
+    instances: Annotated[int, typer.Option(help="Number of instances to have.")],
 ) -> None:
-    """Change the number of rollout instances. Requests of those that leave go on elsewhere from their tokens."""
+    """Change the number of rollout instances. Requests of removed instances continue from their tokens on others."""
     from dora_rl.runtime.run_dir import RunDir
     from dora_rl.runtime.supervisor.scaling import scale as write
 

@@ -1,4 +1,4 @@
-"""`dora-rl sft`: supervised warm-up of a model on a JSONL file."""
+"""`dora-rl sft`: supervised fine-tuning of a model on a JSONL file."""
 
 from __future__ import annotations
 
@@ -26,19 +26,21 @@ def sft(
         Path, typer.Option(help="JSONL with 'prompt' and 'completion': text, chat messages, or token ids.")
     ],
     out: Annotated[Path, typer.Option(help="New folder for the trained model.")],
-    epochs: Annotated[int, typer.Option(help="Passes over the examples.")] = 1,
-    batch_size: Annotated[int, typer.Option(help="Examples in one update.")] = 32,
-    learning_rate: Annotated[float, typer.Option(help="Highest learning rate.")] = 1e-5,
+    epochs: Annotated[int, typer.Option(help="Number of passes over the examples.")] = 1,
+    batch_size: Annotated[int, typer.Option(help="Examples per update.")] = 32,
+    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-5,
     max_length: Annotated[int, typer.Option(help="Longest example, in tokens.")] = 2048,
-    lora_rank: Annotated[int, typer.Option(help="Train an adapter of this rank and merge it; 0 trains all.")] = 0,
-    seed: Annotated[int, typer.Option(help="Of the order of the examples.")] = 0,
+    lora_rank: Annotated[
+        int, typer.Option(help="Train a LoRA adapter of this rank and merge it; 0: train all weights.")
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the order of the examples.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda or mps.")] = "cpu",
 ) -> None:
-    """Teach a model prompts and completions, as a warm start for reinforcement learning."""
+    """Fine-tune a model on prompts and completions, as a warm start for reinforcement learning."""
     if importlib.util.find_spec("torch") is None:
         raise UserError("training needs torch: pip install 'dora-rl[torch]'")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"'{out}' is there already: name a new folder with --out")
+        raise UserError(f"'{out}' already exists: name a new folder with --out")
     import torch
 
     from dora_rl.models.loading import ModelConfig, load
@@ -59,16 +61,14 @@ def sft(
     examples = read_examples(data, loaded.tokenizer, len(vocabulary), config.max_length)
     begin = time.perf_counter()
     history: list[SftProgress] = []
-    with Progress(
-        TextColumn("sft"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[said]}"), TimeRemainingColumn(),
-        console=Console(stderr=True), transient=True,
-    ) as bar:  # fmt: skip
-        task = bar.add_task("sft", total=None, said="")
+    columns = (TextColumn("sft"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[status]}"))
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("sft", total=None, status="")
 
         def show(done: SftProgress) -> None:
             history.append(done)
-            said = f"loss {done.loss:.3f}  {done.tokens_per_second:,.0f} tokens/s"
-            bar.update(task, completed=done.update, total=done.updates, said=said)
+            status = f"loss {done.loss:.3f}  {done.tokens_per_second:,.0f} tokens/s"
+            bar.update(task, completed=done.update, total=done.updates, status=status)
 
         trainer = train(loaded.model, examples, config, show)
     _write(trainer, loaded.tokenizer, out)
@@ -83,7 +83,7 @@ def sft(
 
 
 def _write(trainer: Trainer, tokenizer: object | None, out: Path) -> None:
-    """The model as a folder, there whole or not at all."""
+    """Write the model to a folder that is either complete or does not exist."""
     from dora_rl.trainer.checkpoint import save_policy
 
     staged = out.with_name(f".{out.name}.partial")

@@ -1,4 +1,4 @@
-"""`dora-rl sim` and `dora-rl plan`."""
+"""`dora-rl sim` and `dora-rl plan`: simulate a cluster, and search for its best configuration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from dora_rl.apps.output_file import make_sure_of
+from dora_rl.apps.output_file import check_writable
 from dora_rl.apps.timeline import write_timeline
 from dora_rl.core.config import build, override, read_toml
 from dora_rl.core.errors import ConfigError
@@ -42,14 +42,14 @@ def sim(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
     html_file: Annotated[Path | None, typer.Option("--html", help="Write a timeline to this file.")] = None,
 ) -> None:
-    """Simulate a cluster and compare modes; the decisions are those of the production orchestrator."""
+    """Simulate a cluster and compare modes, with the orchestrator that real runs use."""
     config = load(preset_name, settings or [])
     variants = [parse_variant(text.strip()) for text in modes.split(",") if text.strip()]
     if not variants:
         raise ConfigError("'--modes' is empty: name at least one mode")
     for file in (json_file, html_file):
         if file is not None:
-            make_sure_of(file)
+            check_writable(file)
     results: dict[str, Result] = {}
     with _progress() as bar:
         for variant in variants:
@@ -81,7 +81,7 @@ def load(name: str, settings: list[str]) -> SimConfig:
 
 
 def figures(name: str, config: SimConfig, results: dict[str, Result]) -> dict[str, Any]:
-    """What `--json` writes."""
+    """The values that `--json` writes."""
     sync = results.get("sync")
     return {
         "preset": name,
@@ -123,10 +123,10 @@ def _duration(seconds: float) -> str:
 
 def _table(name: str, config: SimConfig, results: dict[str, Result]) -> Table:
     control = config.control
-    title = f"{name}: {config.devices} devices, {control.groups_per_step} groups of {control.group_size} a step"
+    title = f"{name}: {config.devices} devices, {control.groups_per_step} groups of {control.group_size} per step"
     table = Table(
         title=title,
-        caption="x sync: trained tokens/s over those of sync; x bound: step time over the least possible",
+        caption="x sync: trained tokens/s relative to sync; x bound: step time relative to the lower bound",
     )
     for column in ("mode", "step", "tokens/s", "x sync", "x bound", "occupancy"):
         table.add_column(column, justify="left" if column == "mode" else "right", no_wrap=True)
@@ -145,11 +145,10 @@ def _table(name: str, config: SimConfig, results: dict[str, Result]) -> Table:
 
 
 def _versions(results: dict[str, Result]) -> Table:
-    """A table of its own, so that both fit a terminal of 80 columns; long histograms wrap."""
+    """A second table, so that both fit into 80 columns; long histograms wrap."""
     table = Table(
         title="Versions",
-        caption="staleness: mean, its floor (latency / step time), and the share of the groups trained so many steps\n"
-        "after their version",
+        caption="staleness: mean, its floor (latency / step time), and the share of groups with each staleness",
     )
     table.add_column("mode", no_wrap=True)
     table.add_column("live", justify="right", no_wrap=True)
@@ -170,18 +169,18 @@ def _versions(results: dict[str, Result]) -> Table:
 
 
 def _causes(results: dict[str, Result]) -> Table:
-    table = Table(title="Where the time goes, and why slots and trainer idle")
+    table = Table(title="Time of slots and trainer, and causes of idle time")
     table.add_column("mode", no_wrap=True)
     table.add_column("slots")
-    table.add_column("slots idle because of")
+    table.add_column("idle slots")
     table.add_column("trainer")
     for mode, result in results.items():
         busy = {label: share for label, share in result.labels.items() if label != "idle"}
-        table.add_row(mode, _parts(busy), _parts(result.idle) or "never", _parts(result.trainer))
+        table.add_row(mode, _shares(busy), _shares(result.idle) or "none", _shares(result.trainer))
     return table
 
 
-def _parts(shares: dict[str, float]) -> str:
+def _shares(shares: dict[str, float]) -> str:
     return ", ".join(f"{name} {share:.1%}" for name, share in shares.items() if share >= 0.001)
 
 
@@ -199,11 +198,11 @@ def _progress() -> Progress:
 
 def plan_command(
     cluster: Annotated[
-        Path, typer.Argument(metavar="CLUSTER.toml", help="Hardware, model, batch: see docs/simulator.md.")
+        Path, typer.Argument(metavar="CLUSTER.toml", help="Hardware, model and batch: see docs/simulator.md.")
     ],
-    trace: Annotated[Path, typer.Argument(metavar="TRACE.jsonl", help="Lengths seen: a line a trajectory.")],
+    trace: Annotated[Path, typer.Argument(metavar="TRACE.jsonl", help="Measured lengths, one line per trajectory.")],
     settings: Set = None,
-    most: Annotated[int, typer.Option(min=1, help="Simulate at most so many candidates.")] = 24,
+    most: Annotated[int, typer.Option(min=1, help="Maximum number of candidates to simulate.")] = 24,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the ranking to this file.")] = None,
 ) -> None:
     """Find the best K, instance size, slots and split between training and rollout for a cluster and a trace."""
@@ -211,7 +210,7 @@ def plan_command(
     tree.setdefault("workload", {})["trace"] = str(trace)
     config = build(SimConfig, tree, source=str(cluster))
     if json_file is not None:
-        make_sure_of(json_file)
+        check_writable(json_file)
     with _progress() as bar:
         task = bar.add_task("candidates", total=most)
         ranking, skipped = plan(
@@ -220,10 +219,10 @@ def plan_command(
     console.print(_ranking(ranking, skipped))
     best = ranking[0]
     console.print(
-        f"Best: max_staleness = {best.candidate.staleness}, {best.candidate.trainer_devices} devices train, "
+        f"Best: max_staleness = {best.candidate.staleness}, {best.candidate.trainer_devices} devices for training, "
         f"{best.candidate.instances} instances of {best.candidate.config.rollout.devices} with "
-        f"{_slots(best.candidate.slots)} generate; "
-        f"what binds is {best.binds}.",
+        f"{_slots(best.candidate.slots)} for rollout; "
+        f"the binding limit is {best.binds}.",
         highlight=False,
     )
     if json_file is not None:
@@ -237,10 +236,10 @@ def _slots(count: int) -> str:
 def _ranking(ranking: list[PlanResult], skipped: int) -> Table:
     table = Table(
         title="Plans, best first",
-        caption="train: devices; generate: instances x devices, slots of each; lag: mean staleness\n"
-        f"{skipped} further candidates can't win or lie beyond --most, and were not simulated",
+        caption="train: devices; rollout: instances x devices, slots of each; lag: mean staleness\n"
+        f"{skipped} further candidates can't win or exceed --most, and were not simulated",
     )
-    for column in ("K", "train", "generate", "step", "tokens/s", "lag", "x bound"):
+    for column in ("K", "train", "rollout", "step", "tokens/s", "lag", "x bound"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("binds", overflow="fold")
     for planned in ranking:

@@ -1,6 +1,6 @@
-"""The figures of a run, from what it has written down: of the whole run, however often it was resumed.
+"""Summarises a whole run, however often it was resumed, from the files of its run directory.
 
-Pure but for reading the folder. The table at the end of a run, its report and `dora-rl runs` all show these.
+The table at the end of a run, its report and `dora-rl runs` all show these values.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from dora_rl.apps import run_reader as recorded
+from dora_rl.apps import run_reader
 from dora_rl.core.activities import WORK, IdleReason
 from dora_rl.core.time_accounting import NOT_COUNTED, activity_name, occupancy
 from dora_rl.core.types import SECOND, Nanoseconds, Record, StepId, Version
@@ -28,74 +28,74 @@ REWARD = "reward/mean"
 
 
 class RunProgress(Record, frozen=True, kw_only=True):
-    """How far a run is and what it reached."""
+    """The progress of a run."""
 
     name: str
     mode: str
     max_staleness: int
     steps: int
     steps_asked: int | None
-    """None: until the prompts end."""
-    state: recorded.State
+    """None: the run ends with its prompts."""
+    state: run_reader.State
     seconds: float
     """From the first published version to the last."""
     tokens: int
     """Response tokens trained."""
     tokens_per_second: float
     rewards: tuple[float, float] | None
-    """Of the first and of the last step."""
+    """Mean reward of the first and of the last step."""
     accuracy: tuple[tuple[Version, float], tuple[Version, float]] | None
-    """Held-out, of the first and of the last version evaluated."""
+    """Held-out accuracy of the first and of the last version evaluated."""
 
 
 class Summary(RunProgress, frozen=True, kw_only=True):
-    """What happened in a run."""
+    """All values in the summary of a run."""
 
     step_seconds: float
     """Median."""
     occupancy: float
     slots: dict[str, float]
-    """Shares of slot time, idle time as `idle: cause`, largest first."""
+    """Shares of the slots' time by activity, idle time as `idle: cause`, largest first."""
     trainer: dict[str, float]
     """Shares of the trainer's time."""
     staleness: dict[int, int]
     """Trained groups by staleness."""
     most_live: int
-    """Most versions that generated at once."""
+    """The most versions that generated at a time."""
     moved: int
     """Requests that were moved."""
     reprefilled: int
-    """Tokens whose KV existed once and was computed again."""
+    """Tokens whose KV was lost and computed again."""
     gap: float | None
-    """Mean distance between the engine's and the trainer's log-probs of a token, where both are of one version."""
+    """Mean difference between the engine's and the trainer's log-probs of a token under the same version."""
     alarms: dict[StepId, float]
-    """Steps in which that was above `mismatch.warn`, and how far."""
+    """Steps in which that exceeded `mismatch.warn`, with the difference."""
     failed: dict[str, int]
-    """Trajectories with a verdict, by reason."""
+    """Failed trajectories by reason."""
     ledger_share: float
-    """Of the run's time, spent on writing the ledger."""
+    """Share of the run's time spent on writing the ledger."""
     restarts: dict[str, int]
-    """Processes lost, by place."""
+    """Lost processes by worker id."""
     policy: Path | None
     """Newest policy folder."""
 
 
 def progress(folder: RunDir) -> RunProgress:
-    """How far the run in this folder is; quick, however long it is."""
-    return _progress(folder, recorded.read_metrics(folder), recorded.read_facts(folder))
+    """The progress of the run in this folder; quick, however long the run is."""
+    return _progress(folder, run_reader.read_metrics(folder), run_reader.read_facts(folder))
 
 
 def summarise(folder: RunDir) -> Summary:
-    """The figures of the run in this folder."""
+    """The summary of the run in this folder."""
     metrics, facts, activity = (
-        recorded.read_metrics(folder),
-        recorded.read_facts(folder),
-        recorded.read_activity(folder),
+        run_reader.read_metrics(folder),
+        run_reader.read_facts(folder),
+        run_reader.read_activity(folder),
     )
     slots, trainer = totals(activity.windows)
     figures = metrics.steps.values()
     times = published_times(metrics, facts)
-    policies = recorded.policies(folder)
+    policies = run_reader.policies(folder)
     return Summary(
         **msgspec.structs.asdict(_progress(folder, metrics, facts)),
         step_seconds=statistics.median(_differences(times)) / SECOND if times[1:] else 0.0,
@@ -110,12 +110,12 @@ def summarise(folder: RunDir) -> Summary:
         alarms={note["step"]: note["gap"] for note in activity.notes if note["note"] == "mismatch"},
         failed=dict(facts.failed.most_common()),
         ledger_share=metrics.ledger_seconds / (times[-1] / SECOND) if times[1:] else 0.0,
-        restarts=dict(Counter(place(note["who"]) for note in activity.notes if note["note"] == "lost")),
+        restarts=dict(Counter(worker_id(note["who"]) for note in activity.notes if note["note"] == "lost")),
         policy=policies[max(policies)] if policies else None,
     )
 
 
-def _progress(folder: RunDir, metrics: recorded.Metrics, facts: recorded.RunFacts) -> RunProgress:
+def _progress(folder: RunDir, metrics: run_reader.Metrics, facts: run_reader.RunFacts) -> RunProgress:
     control = folder.settings()["control"]
     times = published_times(metrics, facts)
     seconds = (times[-1] - times[0]) / SECOND if times else 0.0
@@ -136,8 +136,8 @@ def _progress(folder: RunDir, metrics: recorded.Metrics, facts: recorded.RunFact
     )
 
 
-def published_times(metrics: recorded.Metrics, facts: recorded.RunFacts) -> list[Nanoseconds]:
-    """When the first version was published, and when each step's was."""
+def published_times(metrics: run_reader.Metrics, facts: run_reader.RunFacts) -> list[Nanoseconds]:
+    """When the first version was published, and the version of each step."""
     ends = sorted(facts.published.values())
     if not ends:
         return []
@@ -145,8 +145,8 @@ def published_times(metrics: recorded.Metrics, facts: recorded.RunFacts) -> list
     return [ends[0] - round(first * SECOND), *ends]
 
 
-def totals(windows: Iterable[recorded.Window]) -> tuple[Counter[str], Counter[str]]:
-    """Time of all slots and of the trainer by label, idle time by `idle: cause`."""
+def totals(windows: Iterable[run_reader.Window]) -> tuple[Counter[str], Counter[str]]:
+    """Time of all slots and of the trainer by activity, idle time as `idle: cause`."""
     slots: Counter[str] = Counter()
     trainer: Counter[str] = Counter()
     for window in windows:
@@ -156,8 +156,8 @@ def totals(windows: Iterable[recorded.Window]) -> tuple[Counter[str], Counter[st
     return slots, trainer
 
 
-def occupancy_between(windows: Iterable[recorded.Window], times: list[Nanoseconds]) -> list[float]:
-    """Occupancy from each of these times to the next; a window's time is taken as even over it."""
+def occupancy_between(windows: Iterable[run_reader.Window], times: list[Nanoseconds]) -> list[float]:
+    """Occupancy between consecutive times, as if the work of a window were spread evenly over it."""
     rates: dict[Nanoseconds, list[float]] = {}
     for window in windows:
         if window.who == "trainer" or window.end <= window.start:
@@ -188,8 +188,8 @@ def shares(time: Mapping[str, Nanoseconds]) -> dict[str, float]:
     return {label: spent / whole for label, spent in Counter(dict(time)).most_common()}
 
 
-def place(who: str) -> str:
-    """`i0.2/0` and `i0.2` are lives of `i0/0` and `i0`."""
+def worker_id(who: str) -> str:
+    """The id without the restart number: `i0/0` for `i0.2/0`, `i0` for `i0.2`."""
     name, slash, slot = who.partition("/")
     return name.rpartition(".")[0] + slash + slot if "." in name else who
 
@@ -209,8 +209,8 @@ def _differences(times: list[Nanoseconds]) -> list[Nanoseconds]:
     return [after - before for before, after in itertools.pairwise(times)]
 
 
-def _state(folder: RunDir, facts: recorded.RunFacts, asked: int | None) -> recorded.State:
-    if recorded.going_on(folder):
-        return "going on"
+def _state(folder: RunDir, facts: run_reader.RunFacts, asked: int | None) -> run_reader.State:
+    if run_reader.is_running(folder):
+        return "running"
     enough = asked is not None and len(facts.published) >= asked
     return "finished" if enough or (facts.drained and not facts.open_groups) else "stopped"

@@ -1,4 +1,4 @@
-"""The figures of a run in words: the same rows in the table at its end and at the head of its report."""
+"""The summary of a run as text: the rows of the table at its end, and of its report."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dora_rl.apps.summary import STARTING, Summary
 
 
 def rows(summary: Summary) -> list[tuple[str, str]]:
-    """What is said of a run, as name and value."""
+    """The summary as pairs of name and value."""
     done = f"{summary.steps} of {summary.steps_asked}" if summary.steps_asked is not None else str(summary.steps)
     return [
         ("mode", f"{summary.mode}, staleness at most {summary.max_staleness}"),
@@ -17,12 +17,12 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
         ("tokens/s", f"{summary.tokens_per_second:,.0f} over {duration(summary.seconds)}"),
         ("step", f"{duration(summary.step_seconds)} (median)"),
         ("occupancy", f"{summary.occupancy:.0%}"),
-        ("slots idle", idle(summary.slots) or "never"),
+        ("idle slots", idle(summary.slots) or "none"),
         ("staleness of groups", _staleness(summary.staleness) or "none trained"),
         ("live versions", f"{summary.most_live} at most"),
         ("requests moved", f"{summary.moved:,}; prefilled again: {summary.reprefilled:,} tokens"),
         ("log-prob gap", _gap(summary)),
-        ("failed verdicts", _counts(summary.failed) or "none"),
+        ("failed trajectories", _counts(summary.failed) or "none"),
         ("reward", _change(summary.rewards)),
         ("held-out accuracy", _accuracy(summary)),
         ("ledger", f"{summary.ledger_share:.1%} of the time"),
@@ -31,7 +31,7 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
 
 
 def duration(seconds: float) -> str:
-    """For people."""
+    """A duration with its unit."""
     if seconds < 120:
         return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
     if seconds < 7200:
@@ -54,17 +54,17 @@ def _staleness(staleness: Mapping[int, int]) -> str:
 
 
 def idle(slots: Mapping[str, float], most: int = 3) -> str:
-    """The causes that cost most slot time, with their shares."""
+    """The most frequent causes of idle slot time, with their shares."""
     causes = [(label, share) for label, share in slots.items() if label.startswith("idle: ") and label != STARTING]
     return ", ".join(f"{label.removeprefix('idle: ')} {share:.1%}" for label, share in causes[:most] if share >= 0.0005)
 
 
 def _gap(summary: Summary) -> str:
-    said = "not measured" if summary.gap is None else f"{summary.gap:.1e} between engine and trainer"
+    mean = "not measured" if summary.gap is None else f"{summary.gap:.1e} between engine and trainer"
     if not summary.alarms:
-        return said
+        return mean
     steps = f"{len(summary.alarms)} step{'s' if len(summary.alarms) > 1 else ''}"
-    return f"{said}; TOO FAR in {steps}, {max(summary.alarms.values()):.1e} in the worst"
+    return f"{mean}; TOO LARGE in {steps}, at most {max(summary.alarms.values()):.1e}"
 
 
 def _counts(counts: Mapping[str, int]) -> str:
@@ -72,7 +72,7 @@ def _counts(counts: Mapping[str, int]) -> str:
 
 
 def _change(pair: tuple[float, float] | None) -> str:
-    return "no step" if pair is None else f"{pair[0]:.3f} -> {pair[1]:.3f}"
+    return "no steps" if pair is None else f"{pair[0]:.3f} -> {pair[1]:.3f}"
 
 
 def _accuracy(summary: Summary) -> str:

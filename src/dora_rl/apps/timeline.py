@@ -1,7 +1,7 @@
-"""Timelines for pages: who did what when, coloured by version, with the cause of every idle stretch.
+"""Timelines for pages: the activities of slots and trainer, coloured by version, with the cause of all idle time.
 
-Activities are sampled to a few screens' width, so that the page of a large cluster or of a long run stays small; the
-tables hold the exact sums.
+Activities are sampled to the width of a few screens, so that the page of a large cluster or a long run stays small; the
+tables have the exact sums.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from dora_rl.sim.run import Result  # only simulations need numpy
 
 _COLUMNS = 1200
-"""At least so many: the width of a screen."""
+"""Minimum number of columns: the width of a screen."""
 _MOST_COLUMNS = 12_000
 _MOST_CELLS = 300_000
-"""Over all rows: a few megabytes at worst."""
+"""Over all rows: at most a few megabytes."""
 _FINEST = SECOND // 50
 _MOST_ROWS = 64
 _MOST_MOVES = 2000
@@ -42,8 +42,8 @@ CAUSE_COLOURS = {
     IdleReason.RESERVED: "#b79fd9",
     IdleReason.FINISHED: "#a8a8a8",
 }
-"""One colour for each cause of idling, the same on all pages; they differ in hue and lightness, so that people who see
-red and green alike can tell them apart (nine are Paul Tol's light scheme)."""
+"""One colour for each cause of idle time, the same on all pages. The colours differ in hue and lightness, so that
+colour-blind readers can distinguish them (nine are Paul Tol's light scheme)."""
 
 
 def write_timeline(path: Path, title: str, figures: dict[str, Any], results: dict[str, Result]) -> None:
@@ -53,7 +53,7 @@ def write_timeline(path: Path, title: str, figures: dict[str, Any], results: dic
 
 
 def drawn(timeline: Timeline) -> dict[str, Any]:
-    """What `timeline.js` draws."""
+    """The data that `timeline.js` draws."""
     slots = list(timeline.slots)
     chosen = slots if len(slots) <= _MOST_ROWS else slots[:: -(-len(slots) // _MOST_ROWS)]
     rows = {slot: number for number, slot in enumerate(chosen)}
@@ -64,7 +64,7 @@ def drawn(timeline: Timeline) -> dict[str, Any]:
         if when >= timeline.start and source in rows and target in rows
     ]
     return {
-        "causes": {because.value: paint for because, paint in CAUSE_COLOURS.items()},
+        "causes": {reason.value: colour for reason, colour in CAUSE_COLOURS.items()},
         "begin": _seconds(timeline.start),
         "seconds": _seconds(timeline.end - timeline.start),
         "columns": columns,
@@ -92,7 +92,7 @@ def _columns(length: Nanoseconds, rows: int) -> int:
 
 
 def _sample(segments: list[Segment], start: Nanoseconds, end: Nanoseconds, columns: int) -> list[list[Any]]:
-    """Runs of [columns, label, version, cause]: in each column, what took most of it; no label where nobody was."""
+    """Runs of [columns, label, version, cause]: for each column the longest activity; no label if there is none."""
     width = max(1, end - start) / columns
     weights: list[dict[Activity, float]] = [{} for _ in range(columns)]
     for segment in segments:

@@ -1,4 +1,4 @@
-// Small charts as SVG. All text in them is this page's own; what a model said never comes here.
+// Small charts as SVG. They contain no text that a model generated.
 const number = x => Math.abs(x) >= 1000 ? Math.round(x).toLocaleString("en") : +x.toPrecision(3) + "";
 function chart(title, { series, x = "version", share = false, floor = 0, format = share ? percent : number }) {
   const W = 600, H = 250, left = 52, right = 12, top = 10, bottom = 34;
@@ -26,14 +26,14 @@ function chart(title, { series, x = "version", share = false, floor = 0, format 
     const nearest = one => one.points.reduce((a, b) => Math.abs(px(b[0]) - mouse) < Math.abs(px(a[0]) - mouse) ? b : a);
     const here = nearest({ points })[0];
     cross.setAttribute("x1", px(here)); cross.setAttribute("x2", px(here)); cross.setAttribute("visibility", "visible");
-    const said = drawn.map(one => [one, nearest(one)]).filter(([, p]) => p[0] === here).map(([one, p]) => `${one.name} ${share ? (100 * p[1]).toFixed(1) + "%" : number(p[1])}`);
-    showTip(event, `${x} ${number(here)}\n${said.join("\n")}`);
+    const values = drawn.map(one => [one, nearest(one)]).filter(([, p]) => p[0] === here).map(([one, p]) => `${one.name} ${share ? (100 * p[1]).toFixed(1) + "%" : number(p[1])}`);
+    showTip(event, `${x} ${number(here)}\n${values.join("\n")}`);
   };
   picture.onmouseleave = event => { cross.setAttribute("visibility", "hidden"); showTip(event, ""); };
   box.append(picture);
   return box;
 }
-// Bars of [label, count, what to say].
+// Bars from rows of [label, count, tooltip].
 function bars(title, rows, x) {
   const W = 600, H = 250, left = 52, right = 12, top = 10, bottom = 34;
   const box = card(title, []);

@@ -1,4 +1,4 @@
-// Timelines of slots and trainer. `timeline(line)` makes one; drag to look closer, double-click for the whole.
+// Timelines of slots and trainer. `timeline(line)` makes one; drag to zoom in, double-click to zoom out.
 const $ = (tag, text, name) => {
   const e = document.createElement(tag);
   if (text !== undefined) e.textContent = text;
@@ -18,7 +18,7 @@ function showTip(event, text) {
 }
 // The golden angle keeps neighbouring versions far apart in hue.
 const hue = version => ((version ?? 0) * 137.5 + 215) % 360;
-// Causes of idling by colour, as the data has them; the legend shows those that occur.
+// Colours of idle causes, from the data; the legend shows the causes that occur.
 const CAUSES = {}, causes = new Set();
 function tint(cause) {
   const name = cause.replace(/ v\d+$/, "") || "unknown";
@@ -43,7 +43,7 @@ const redrawAll = () => redraws.forEach(redraw => redraw());
 addEventListener("resize", redrawAll);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawAll);
 
-// About `count` round numbers from 0 up to `most`.
+// About `count` round numbers between `from` and `to`.
 function ticks(from, to, count) {
   const rough = (to - from) / count || 1, power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map(x => x * power).find(x => x >= rough);
@@ -95,7 +95,7 @@ function timeline(line) {
       g.fillRect(x, height - foot, 1, 4);
       g.fillText(duration(s).replace(/\.?0+ /, " "), Math.min(x, gutter + width() - 20), height - foot + 12);
     }
-    // Marks that would cover everything are left out until one looks closer.
+    // Marks that would cover everything are left out until the user zooms in.
     const few = (marks, s) => { const seen = marks.filter(it => s(it) >= from && s(it) <= to); return seen.length < width() / 8 ? seen : []; };
     g.strokeStyle = style("--mark"); g.setLineDash([2, 3]);
     for (const [, when] of few(line.published, it => it[1])) {
@@ -116,23 +116,23 @@ function timeline(line) {
     let column = s / line.seconds * line.columns;
     for (const run of runs) { if (column < run[0]) return run; column -= run[0]; }
   };
-  const place = event => { const r = canvas.getBoundingClientRect(); return [event.clientX - r.left, event.clientY - r.top]; };
+  const position = event => { const r = canvas.getBoundingClientRect(); return [event.clientX - r.left, event.clientY - r.top]; };
   function describe(event) {
-    const [x, y] = place(event);
+    const [x, y] = position(event);
     const row = line.rows[Math.floor((y - top) / rowHeight)];
     const who = y < top - 8 ? ["trainer", line.trainer] : row && y >= top ? [row.name, row.runs] : null;
     const run = who && x >= gutter && find(who[1], time(x));
     if (!run) return "";
     const [, label, version, cause] = run;
     const near = it => Math.abs(at(it[0]) - x) < 5;
-    const doing = label ? `${label}${version === null ? "" : ` v${version}`}${cause ? `, waits for ${cause}` : ""}` : "not there";
+    const activity = label ? `${label}${version === null ? "" : ` v${version}`}${cause ? `, waiting for ${cause}` : ""}` : "not running";
     const moved = line.moves.filter(near).map(it => `\n${it[3]} moved from ${line.rows[it[1]].name} to ${line.rows[it[2]].name}`).slice(0, 4);
     const fresh = line.published.filter(it => Math.abs(at(it[1]) - x) < 3).map(it => `\nv${it[0]} published`);
-    return `${who[0]}, ${duration(time(x) + line.begin)}: ${doing}${moved.join("")}${fresh.join("")}`;
+    return `${who[0]}, ${duration(time(x) + line.begin)}: ${activity}${moved.join("")}${fresh.join("")}`;
   }
-  canvas.onmousedown = event => { const [x] = place(event); dragged = [x, x]; };
+  canvas.onmousedown = event => { const [x] = position(event); dragged = [x, x]; };
   canvas.onmousemove = event => {
-    if (dragged) { dragged[1] = place(event)[0]; redraw(); }
+    if (dragged) { dragged[1] = position(event)[0]; redraw(); }
     showTip(event, describe(event));
   };
   canvas.onmouseup = () => {
@@ -146,7 +146,7 @@ function timeline(line) {
   canvas.ondblclick = () => canvas.look(0, line.seconds);
   canvas.onmouseleave = event => { showTip(event, ""); dragged = null; redraw(); };
   redraws.push(redraw);
-  // Once, out of sight, so that the legend knows every cause that occurs.
+  // Collect every cause that occurs, for the legend.
   [line.trainer, ...line.rows.map(row => row.runs)].forEach(runs => runs.forEach(run => colour(run[1], run[2], run[3])));
   return canvas;
 }
