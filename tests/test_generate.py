@@ -38,7 +38,7 @@ def dora(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 
-def test_writes_what_the_model_says(folder: Path, tmp_path: Path) -> None:
+def test_the_output_is_what_the_model_generates(folder: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     texts = ["HELLO", "A", "B" * 300, "what?"]
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
@@ -64,21 +64,21 @@ def test_writes_what_the_model_says(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "says"),
+    ("name", "text", "message"),
     [
         ("a.jsonl", "{broken", "a.jsonl:1: not JSON"),
         ("a.jsonl", '{"prompt": "x"}\n{"question": "y"}\n', "a.jsonl:2: 'prompt' must be"),
         ("a.txt", "\n\n", "no prompts"),
     ],
 )
-def test_a_bad_file_is_one_sentence(tmp_path: Path, name: str, text: str, says: str) -> None:
+def test_a_bad_file_is_reported_in_one_sentence(tmp_path: Path, name: str, text: str, message: str) -> None:
     path = tmp_path / name
     path.write_text(text)
-    with pytest.raises(UserError, match=says):
+    with pytest.raises(UserError, match=message):
         read_prompts(path)
 
 
-def test_a_missing_model_is_one_sentence(tmp_path: Path) -> None:
+def test_a_missing_model_is_reported_in_one_sentence(tmp_path: Path) -> None:
     prompts = tmp_path / "p.txt"
     prompts.write_text("hello\n")
     done = dora(tmp_path / "nothing", "--prompts", prompts)
@@ -95,7 +95,7 @@ def test_help_needs_no_torch() -> None:
     assert "--prompts" in done.stdout
 
 
-def test_an_output_that_cannot_be_written_is_said_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_an_unwritable_output_is_reported_before_the_model_is_loaded(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("HELLO\n")
     done = dora("no-such-model", "--prompts", prompts, "--out", prompts / "out.jsonl")

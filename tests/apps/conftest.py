@@ -1,4 +1,4 @@
-"""One small run, really made: interrupted after its first step, then carried on in a terminal to its end."""
+"""A small real run: interrupted after its first step, then resumed in a terminal until its end."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from dora_rl.apps.train import go_on
+from dora_rl.apps.train import run_to_end
 from dora_rl.runtime.run_dir import RunDir
 from dora_rl.runtime.trial import _COMPLETION
 from tests.trainer.factories import llama
 
 STEPS = 5
-# Some of what the model says would end a script element, or start one.
+# Some of the words that the model generates would end a script element, or start one.
 WORDS = ["<end>", "one", "two", "three", "</script>", "<script>alert(1)", "<!--", "[bold]"]
 
 CONFIG = f"""
@@ -60,9 +60,9 @@ data = {{ source = "held_out.jsonl" }}
 tensorboard = false
 """
 
-# Until the run was interrupted, rewards come for the groups of one step and no more, so that the interrupt never falls
-# into a step: the figures of one that was trained and not yet published are lost with its supervisor. Held-out prompts,
-# which begin with another word, never wait.
+# Until the run is interrupted, only the groups of one step get rewards, so that the interrupt never falls into a step:
+# the metrics of a step that was trained but not yet published would be lost with its supervisor. Held-out prompts begin
+# with another word and never wait.
 REWARD = """
 import pathlib, threading, time
 
@@ -87,21 +87,21 @@ def reward(prompt, completion, **_):
 
 @dataclass(frozen=True)
 class MadeRun:
-    """The run, and what was printed."""
+    """The run and its output."""
 
     folder: RunDir
     config: Path
     interrupted: str
     """Standard output up to the interrupt; not a terminal."""
     code: int
-    """Of the interrupted process."""
+    """Exit code of the interrupted process."""
     screen: str
-    """What a terminal of 80 columns saw from there to the end."""
+    """The output on a terminal of 80 columns from the resumption to the end."""
 
 
 @pytest.fixture(scope="session")
 def made_run(tmp_path_factory: pytest.TempPathFactory) -> MadeRun:
-    # Each worker of xdist has a session of its own; the first to come makes the run for all.
+    # Each worker of xdist has its own session; the first one makes the run for all.
     shared = tmp_path_factory.getbasetemp()
     shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
     home = shared / "made-run"
@@ -109,8 +109,8 @@ def made_run(tmp_path_factory: pytest.TempPathFactory) -> MadeRun:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (home / "done.json").exists():
             _make(home)
-    said = json.loads((home / "done.json").read_text())
-    return MadeRun(RunDir.open(home / "runs" / "small"), home / "run.toml", *said)
+    output = json.loads((home / "done.json").read_text())
+    return MadeRun(RunDir.open(home / "runs" / "small"), home / "run.toml", *output)
 
 
 def _make(home: Path) -> None:
@@ -125,25 +125,25 @@ def _make(home: Path) -> None:
     (home / "held_out.jsonl").write_text("\n".join(map(json.dumps, held_out)))
     (home / "reward.py").write_text(f"TRIAL = {_COMPLETION!r}\n{REWARD}")
     (home / "run.toml").write_text(CONFIG.replace("MODEL", str(home / "model")))
-    said = [*_interrupted(home), _carried_on(home)]
-    (home / "done.json").write_text(json.dumps(said))
+    output = [*_interrupted(home), _resumed(home)]
+    (home / "done.json").write_text(json.dumps(output))
 
 
 def _interrupted(home: Path) -> tuple[str, int]:
-    said = ""
+    output = ""
     command = [sys.executable, "-m", "dora_rl.apps.cli", "train", "run.toml", "--name", "small"]
     with subprocess.Popen(command, cwd=home, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            said += line
+            output += line
             if line.startswith("steps done 1/"):
                 process.send_signal(signal.SIGINT)
                 (home / "interrupted").touch()
-    return said, process.returncode
+    return output, process.returncode
 
 
-def _carried_on(home: Path) -> str:
+def _resumed(home: Path) -> str:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=80, height=30, legacy_windows=False)
-    go_on(RunDir.open(home / "runs" / "small"), console)
+    run_to_end(RunDir.open(home / "runs" / "small"), console)
     return screen.getvalue()

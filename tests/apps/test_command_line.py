@@ -1,9 +1,10 @@
-"""The command line: settings as options, help at once, and config files to begin with."""
+"""The command line: settings as options, quick help, log levels and generated config files."""
 
 from __future__ import annotations
 
 import inspect
 import json
+import logging
 import shutil
 import subprocess
 import sys
@@ -19,9 +20,12 @@ from typer.testing import CliRunner
 from dora_rl import __version__
 from dora_rl.apps.cli import COMMANDS, app, load
 from dora_rl.apps.config_options import listing, sentence, settings, split
+from dora_rl.apps.evaluate import Response
 from dora_rl.apps.init import EXAMPLES, short
+from dora_rl.apps.log_level import LEVELS
 from dora_rl.core.config import build, override
 from dora_rl.core.errors import ConfigError, UserError
+from dora_rl.runtime import logs
 from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.run_dir import RunDir
 from tests.apps.conftest import MadeRun
@@ -42,6 +46,7 @@ for name in ("init", "train", "runs", "report", "audit", "scale"):
     load(name)
 from dora_rl.core.config import build
 from dora_rl.core.errors import ConfigError
+from dora_rl.runtime import logs
 from dora_rl.runtime.config import RunConfig
 import dora_rl.runtime.preflight
 tree = {"model": {"path": "m"}, "data": {"source": "d.jsonl"}, "reward": {"functions": ["exact"]},
@@ -57,7 +62,7 @@ except ConfigError:
     assert done.stdout.strip() == "[]", done.stderr
 
 
-def test_only_the_command_that_is_given_is_imported() -> None:
+def test_help_imports_no_command() -> None:
     program = """
 import sys
 from dora_rl.apps.cli import app
@@ -73,7 +78,7 @@ print([name for name in sys.modules if name.startswith(("dora_rl.apps.", "pydant
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_list_of_commands_says_what_their_own_help_says(name: str) -> None:
+def test_the_list_of_commands_agrees_with_their_help(name: str) -> None:
     function = load(name).callback
     assert COMMANDS[name].about == sentence(inspect.getdoc(function) or "")
 
@@ -102,7 +107,7 @@ def test_the_version_is_an_option_and_a_command() -> None:
         ("--name --odd run.toml", "--name --odd run.toml", []),
     ],
 )
-def test_settings_stand_anywhere(arguments: str, rest: str, found: list[str]) -> None:
+def test_settings_may_stand_anywhere_on_the_line(arguments: str, rest: str, found: list[str]) -> None:
     assert split(arguments.split(), OPTIONS, RunConfig) == (rest.split(), found)
 
 
@@ -119,14 +124,14 @@ def test_settings_stand_anywhere(arguments: str, rest: str, found: list[str]) ->
         ("--logging.tensorboard run.toml", "'--logging.tensorboard' must be true or false"),
     ],
 )
-def test_a_wrong_option_names_the_nearest(arguments: str, complaint: str) -> None:
+def test_an_unknown_option_is_refused_with_the_nearest_name(arguments: str, complaint: str) -> None:
     with pytest.raises(UserError) as raised:
         split(arguments.split(), OPTIONS, RunConfig)
     assert complaint in str(raised.value)
 
 
-def test_every_setting_reaches_the_config_under_its_own_name() -> None:
-    """What the help calls a setting is one: its default, given as an option, changes nothing."""
+def test_every_listed_setting_is_accepted_as_an_option() -> None:
+    """Giving the listed default of a setting as an option changes nothing."""
     tree = override({}, [f"{key}={json.dumps(value)}" for key, value in EXAMPLES.items() if key.count(".") == 1])
     for one in settings(RunConfig):
         if one.kind == "section" or one.default in ("required", "not set") or one.key.startswith("evaluation.data."):
@@ -154,10 +159,51 @@ def test_a_run_is_resumed_with_other_settings(made_run: MadeRun, tmp_path: Path)
     assert isinstance(refused.exception, UserError)
 
 
+# -- logging ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", [None, "debug", "INFO", "error"])
+def test_the_log_level_of_a_command_is_an_option(
+    level: str | None, made_run: MadeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def respond(*_: object) -> list[Response]:
+        for name in LEVELS:
+            logging.getLogger("dora_rl.test").log(getattr(logging, name.upper()), "message of level %s", name)
+        return [Response(0, 1, 1.0)]
+
+    monkeypatch.setattr("dora_rl.apps.evaluate.respond", respond)
+    options = [] if level is None else ["--log-level", level]
+    try:
+        done = run("eval", made_run.folder.path, "--json", tmp_path / "result.json", *options)
+    finally:
+        logs.close()
+    assert done.exit_code == 0, done.output
+    least = LEVELS.index("warning" if level is None else level.lower())
+    assert [name for name in LEVELS if f"message of level {name}" in done.stderr] == list(LEVELS[least:])
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "generate", "sft"])
+def test_an_unknown_log_level_is_refused(command: str) -> None:
+    with pytest.raises(UserError, match="'--log-level' must be one of debug, info, warning, error, not 'loud'"):
+        raise run(command, "x", "--log-level", "loud").exception
+
+
+def test_the_log_level_of_a_run_is_kept_in_its_config_and_its_messages_go_to_its_log(
+    made_run: MadeRun, tmp_path: Path
+) -> None:
+    shutil.copytree(made_run.folder.path, tmp_path / "copy")
+    done = run("train", "--resume", tmp_path / "copy", "--log-level", "debug")
+    assert done.exit_code == 0, done.output
+    folder = RunDir.open(tmp_path / "copy")
+    assert folder.read().logging.level == "debug"
+    assert " dora_rl." in (folder.logs / "supervisor.log").read_text()
+    assert "DEBUG" not in done.output
+
+
 # -- init -------------------------------------------------------------------------------------------------------
 
 
-def test_the_short_config_has_the_examples_and_nothing_else() -> None:
+def test_the_short_config_has_only_the_examples() -> None:
     text = short(RunConfig, EXAMPLES)
     written = tomllib.loads(text)
     assert {f"{section}.{key}" for section in written for key in written[section]} == {
@@ -168,7 +214,7 @@ def test_the_short_config_has_the_examples_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("full", [[], ["--full"]], ids=["short", "full"])
-def test_what_init_writes_is_accepted(
+def test_a_generated_config_is_accepted(
     made_run: MadeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -189,7 +235,7 @@ def test_what_init_writes_is_accepted(
         raise run("init", file).exception
 
 
-def test_a_wrong_value_is_named_with_its_key(tmp_path: Path) -> None:
+def test_a_wrong_value_is_reported_with_its_key(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(short(RunConfig, EXAMPLES))
     for given, complaint in (("--seed=-1", "'seed'"), ("--control.mode=dorra", "'control.mode'")):
         wrong = run("train", tmp_path / "run.toml", given)
@@ -197,17 +243,17 @@ def test_a_wrong_value_is_named_with_its_key(tmp_path: Path) -> None:
         assert complaint in str(wrong.exception)
 
 
-def test_a_model_that_the_engine_refuses_leaves_no_folder(tmp_path: Path) -> None:
-    """The refusal comes from another process, when the run has a folder already."""
+def test_a_model_that_the_engine_refuses_leaves_no_run_directory(tmp_path: Path) -> None:
+    """The refusal comes from another process, after the run directory was created."""
     base = making.make_base(tmp_path)
-    shape: dict[str, Any] = {
+    sizes: dict[str, Any] = {
         "hidden_size": 16,
         "num_hidden_layers": 1,
         "state_size": 4,
         "eos_token_id": 1,
         "pad_token_id": 0,
     }
-    MambaForCausalLM(MambaConfig(vocab_size=15, **shape)).save_pretrained(tmp_path / "model")
+    MambaForCausalLM(MambaConfig(vocab_size=15, **sizes)).save_pretrained(tmp_path / "model")
     (base / "refused.toml").write_text(tomli_w.dumps(making.settings(base)))
     command = [sys.executable, "-m", "dora_rl.apps.cli", "train", str(base / "refused.toml")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)

@@ -1,4 +1,4 @@
-"""What is shown of a run, on one that was really made, interrupted and carried on."""
+"""What the commands show of a run: a real one that was interrupted and resumed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from dora_rl.apps import run_reader as recorded
+from dora_rl.apps import run_reader
 from dora_rl.apps.cli import app
 from dora_rl.apps.summary import summarise
 from dora_rl.apps.timeline import CAUSE_COLOURS
@@ -44,12 +44,12 @@ def data_of(page: str) -> dict[str, Any]:
 # -- the terminal -----------------------------------------------------------------------------------------------
 
 
-def test_an_interrupt_keeps_everything_and_says_how_to_go_on(made_run: MadeRun) -> None:
+def test_an_interrupt_keeps_everything_and_prints_how_to_resume(made_run: MadeRun) -> None:
     assert made_run.code == 130
-    assert f"go on with: dora-rl train --resume runs/{made_run.folder.path.name}" in made_run.interrupted
+    assert f"resume with: dora-rl train --resume runs/{made_run.folder.path.name}" in made_run.interrupted
 
 
-def test_without_a_terminal_a_step_is_a_plain_line(made_run: MadeRun) -> None:
+def test_without_a_terminal_each_step_is_a_plain_line(made_run: MadeRun) -> None:
     assert "\x1b" not in made_run.interrupted
     steps = [line for line in made_run.interrupted.splitlines() if line.startswith("steps done ")]
     assert steps
@@ -61,7 +61,7 @@ def test_without_a_terminal_a_step_is_a_plain_line(made_run: MadeRun) -> None:
 def test_a_terminal_shows_a_panel_no_wider_than_it(made_run: MadeRun) -> None:
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", made_run.screen)
     lines = [line.rstrip() for line in re.split(r"[\r\n]+", plain)]
-    for word in ("reward", "versions", "staleness", "slots idle", "trainer"):
+    for word in ("reward", "versions", "staleness", "idle slots", "trainer"):
         assert any(line.startswith(word) for line in lines), word
     assert any(re.match(rf"steps done \d/{STEPS} [━╺╸]+ starting", line) for line in lines)
     assert max(len(line) for line in lines if not line.startswith(("run /", "policy: ", "report: "))) <= 80
@@ -75,10 +75,10 @@ def test_the_end_has_a_table_and_the_paths(made_run: MadeRun) -> None:
         assert Path(found[1]).exists()
 
 
-# -- the figures ------------------------------------------------------------------------------------------------
+# -- the summary ------------------------------------------------------------------------------------------------
 
 
-def test_the_figures_of_a_resumed_run_are_of_the_whole_run(made_run: MadeRun) -> None:
+def test_the_summary_of_a_resumed_run_covers_the_whole_run(made_run: MadeRun) -> None:
     summary = summarise(made_run.folder)
     ledger = sqlite3.connect(made_run.folder.ledger)
     (tokens,) = ledger.execute("SELECT sum(tokens) FROM trajectories WHERE failed IS NULL").fetchone()
@@ -91,14 +91,14 @@ def test_the_figures_of_a_resumed_run_are_of_the_whole_run(made_run: MadeRun) ->
     assert 0 in summary.staleness, "the first step was trained before the interrupt"
     assert sum(summary.failed.values()) == failed
     assert sum(summary.slots.values()) == pytest.approx(1)
-    assert 0 <= summary.occupancy < 1  # so short a run may have no window of its own between first and last version
+    assert 0 <= summary.occupancy < 1  # a run this short may have no window between its first and last version
     assert summary.accuracy is not None
     assert summary.accuracy[1][0] == STEPS
     assert summary.policy is not None
     assert (summary.policy / "model.safetensors").exists()
 
 
-def test_looking_changes_nothing(made_run: MadeRun) -> None:
+def test_reading_changes_nothing(made_run: MadeRun) -> None:
     before = {path: path.stat().st_mtime_ns for path in made_run.folder.path.rglob("*")}
     summarise(made_run.folder)
     assert {path: path.stat().st_mtime_ns for path in made_run.folder.path.rglob("*")} == before
@@ -112,28 +112,28 @@ def test_a_run_whose_last_steps_are_missing_is_stopped(copy: RunDir) -> None:
     assert summarise(copy).state == "stopped"
 
 
-def test_a_run_whose_lock_is_held_goes_on(copy: RunDir) -> None:
+def test_a_run_whose_lock_is_held_is_running(copy: RunDir) -> None:
     with (copy.path / ".lock").open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert summarise(copy).state == "going on"
+        assert summarise(copy).state == "running"
     assert summarise(copy).state == "finished"
 
 
 # -- the page ---------------------------------------------------------------------------------------------------
 
 
-def test_the_page_needs_no_network_and_nothing_said_gets_into_its_code(made_run: MadeRun) -> None:
+def test_the_page_needs_no_network_and_generated_text_never_becomes_code(made_run: MadeRun) -> None:
     page = made_run.folder.report.read_text()
     data = data_of(page)
     assert not re.search(r"(src|href)\s*=|url\(|https?://", page)
-    assert any("</script>" in one["prompt"] + one["response"] for one in recorded.lines(made_run.folder.samples))
+    assert any("</script>" in one["prompt"] + one["response"] for one in run_reader.lines(made_run.folder.samples))
     assert page.count("</script") == 1
     assert page.count("<script") == 1
     assert "<!--" not in page
     assert data["samples"]
 
 
-def test_the_page_has_a_row_for_each_slot_however_often_its_instance_was_started(made_run: MadeRun) -> None:
+def test_the_page_has_one_row_for_each_slot_across_restarts(made_run: MadeRun) -> None:
     line = data_of(made_run.folder.report.read_text())["timeline"]
     assert [row["name"] for row in line["rows"]] == ["i0/0", "i1/0"]
     for row in [line["trainer"], *(row["runs"] for row in line["rows"])]:
@@ -146,7 +146,7 @@ def test_the_page_has_a_point_for_each_step(made_run: MadeRun) -> None:
     for curve in (data["curves"]["steps"]["reward"], data["curves"]["steps"]["rate"], data["occupancy"]):
         assert [x for x, _ in curve] == list(range(1, STEPS + 1))
     assert sum(count for _, count, _ in data["lengths"]["histogram"]) == sum(
-        len(some) for some in recorded.read_facts(made_run.folder).lengths.values()
+        len(some) for some in run_reader.read_facts(made_run.folder).lengths.values()
     )
 
 
@@ -157,7 +157,7 @@ def test_report_writes_the_page_again(copy: RunDir) -> None:
     assert data_of(copy.report.read_text())["name"] == "copy"
 
 
-def test_a_page_can_be_written_of_a_run_that_has_hardly_begun(copy: RunDir) -> None:
+def test_the_page_of_a_run_that_has_just_started_can_be_written(copy: RunDir) -> None:
     for path in (copy.metrics, copy.activity, copy.samples, copy.ledger):
         path.unlink()
     assert run("report", copy.path).exit_code == 0
@@ -184,7 +184,7 @@ def test_runs_are_listed_newest_first_and_a_damaged_one_does_not_hide_the_others
     assert rows[1][-1] == "finished"
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_missing_folder(tmp_path: Path) -> None:
     done = run("runs", tmp_path / "none")
     assert isinstance(done.exception, UserError)
     assert "none" in str(done.exception)
@@ -197,7 +197,7 @@ def test_eval_agrees_with_the_runs_own_evaluation(copy: RunDir) -> None:
     done = run("eval", copy.path)
     assert done.exit_code == 0, done.output
     result = json.loads((copy.path / "evaluations" / f"version-{STEPS:08d}.json").read_text())
-    own = recorded.read_metrics(copy).evaluations[STEPS]
+    own = run_reader.read_metrics(copy).evaluations[STEPS]
     assert result["accuracy"] == pytest.approx(own["eval/held_out/accuracy"])
     assert result["reward"] == pytest.approx(own["eval/held_out/reward"])
     assert result["mean_tokens"] == pytest.approx(own["eval/held_out/response_length"])
@@ -208,7 +208,7 @@ def test_eval_agrees_with_the_runs_own_evaluation(copy: RunDir) -> None:
     assert f"accuracy {result['accuracy']:.1%}" in done.output
 
 
-def test_eval_of_a_model_takes_the_data_of_a_config(made_run: MadeRun, tmp_path: Path) -> None:
+def test_eval_of_a_model_uses_the_data_of_a_config(made_run: MadeRun, tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     model = made_run.config.parent / "model"
     done = run("eval", model, "--config", made_run.config, "--samples", "1", "--json", out)
@@ -216,7 +216,7 @@ def test_eval_of_a_model_takes_the_data_of_a_config(made_run: MadeRun, tmp_path:
     assert json.loads(out.read_text())["samples"] == 1
 
 
-def test_eval_asks_what_the_run_would_ask(made_run: MadeRun) -> None:
+def test_eval_uses_the_prompts_that_the_run_would_use(made_run: MadeRun) -> None:
     folder = made_run.config.parent
     rows = (folder / "problems.jsonl").read_text().splitlines()[:4]
     (folder / "own.jsonl").write_text("\n".join(rows))
@@ -232,17 +232,17 @@ def test_eval_asks_what_the_run_would_ask(made_run: MadeRun) -> None:
     ("arguments", "complaint"),
     [(["MODEL"], "--config"), (["RUN", "--version", "77"], "has no checkpoint of version 77; it has: 0, ")],
 )
-def test_eval_says_what_it_needs(made_run: MadeRun, arguments: list[str], complaint: str) -> None:
-    places = {"MODEL": str(made_run.config.parent / "model"), "RUN": str(made_run.folder.path)}
-    done = run("eval", *[places.get(one, one) for one in arguments])
+def test_eval_reports_what_is_missing(made_run: MadeRun, arguments: list[str], complaint: str) -> None:
+    paths = {"MODEL": str(made_run.config.parent / "model"), "RUN": str(made_run.folder.path)}
+    done = run("eval", *[paths.get(one, one) for one in arguments])
     assert isinstance(done.exception, UserError)
     assert complaint in str(done.exception)
 
 
-def test_eval_says_before_it_begins_that_its_result_can_not_be_written(
+def test_eval_reports_an_unwritable_result_before_it_starts(
     made_run: MadeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dora_rl.apps.evaluate.respond", lambda *_: pytest.fail("it began"))
+    monkeypatch.setattr("dora_rl.apps.evaluate.respond", lambda *_: pytest.fail("it started"))
     (tmp_path / "file").touch()
     for out in (tmp_path, tmp_path / "file" / "result.json"):
         done = run("eval", made_run.folder.path, "--json", out)
@@ -250,13 +250,13 @@ def test_eval_says_before_it_begins_that_its_result_can_not_be_written(
         assert f"cannot write {out}" in str(done.exception)
 
 
-def test_eval_without_reward_functions_says_so(
+def test_eval_without_reward_functions_is_refused(
     made_run: MadeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dora_rl.apps.evaluate.respond", lambda *_: pytest.fail("it began"))
+    monkeypatch.setattr("dora_rl.apps.evaluate.respond", lambda *_: pytest.fail("it started"))
     config = made_run.folder.read()
-    lonely = config.model_copy(update={"reward": config.reward.model_copy(update={"functions": ()})})
-    monkeypatch.setattr("dora_rl.runtime.run_dir.RunFolder.read", lambda _: lonely)
+    without = config.model_copy(update={"reward": config.reward.model_copy(update={"functions": ()})})
+    monkeypatch.setattr("dora_rl.runtime.run_dir.RunDir.read", lambda _: without)
     done = run("eval", made_run.folder.path, "--json", tmp_path / "result.json")
     assert isinstance(done.exception, UserError)
     assert "'reward.functions' is empty" in str(done.exception)
@@ -272,11 +272,11 @@ def test_every_metric_is_in_the_glossary(made_run: MadeRun) -> None:
         first, *others = re.findall(r"`([^`]+)`", row)
         folder = first.rpartition("/")[0]
         known |= {first, *others, *(first + other for other in others), *(f"{folder}/{other}" for other in others)}
-    metrics = recorded.read_metrics(made_run.folder)
+    metrics = run_reader.read_metrics(made_run.folder)
     names = {name for record in metrics.steps.values() for name in record} - {"step", "version", "time"}
     assert not any(" " in name for name in names)
     idle = {name.removeprefix("idle/") for name in names if name.startswith("idle/")}
-    assert idle <= {because.tag for because in IdleReason}
+    assert idle <= {reason.tag for reason in IdleReason}
     for pattern, general in (
         (r"staleness_\d+", "staleness_N"),
         (r"^idle/.*", "idle/CAUSE"),
@@ -284,12 +284,12 @@ def test_every_metric_is_in_the_glossary(made_run: MadeRun) -> None:
     ):
         names = {re.sub(pattern, general, name) for name in names}
     assert names - known == set()
-    causes = set(re.findall(r"^\| `([a-z_]+)` \|", text.partition("### Causes of idling")[2], re.MULTILINE))
-    assert causes == {because.tag for because in IdleReason}
+    causes = set(re.findall(r"^\| `([a-z_]+)` \|", text.partition("### Idle causes")[2], re.MULTILINE))
+    assert causes == {reason.tag for reason in IdleReason}
 
 
-def test_each_cause_has_a_colour_of_its_own(made_run: MadeRun) -> None:
+def test_each_idle_cause_has_its_own_colour(made_run: MadeRun) -> None:
     assert set(CAUSE_COLOURS) == set(IdleReason)
     assert len(set(CAUSE_COLOURS.values())) == len(IdleReason)
     drawn = data_of(made_run.folder.report.read_text())["timeline"]["causes"]
-    assert drawn == {because.value: CAUSE_COLOURS[because] for because in IdleReason}
+    assert drawn == {reason.value: CAUSE_COLOURS[reason] for reason in IdleReason}

@@ -1,4 +1,4 @@
-"""What is made of recorded lines, without a run."""
+"""Reading and summarising recorded lines, without a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dora_rl.apps import run_reader as recorded
+from dora_rl.apps import run_reader
 from dora_rl.apps.evaluate import Response, interval, summary
 from dora_rl.apps.init import EXAMPLES, document
 from dora_rl.apps.progress_panel import sparks
@@ -27,48 +27,48 @@ def write(path: Path, *lines: dict[str, Any] | str) -> None:
     path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
 
 
-def window(who: str, start: int, *shares: tuple[str, int | None, str, int]) -> recorded.Window:
-    return recorded.Window(who, start, start + sum(share[3] for share in shares), list(shares))
+def window(who: str, start: int, *shares: tuple[str, int | None, str, int]) -> run_reader.Window:
+    return run_reader.Window(who, start, start + sum(share[3] for share in shares), list(shares))
 
 
 # -- reading ----------------------------------------------------------------------------------------------------
 
 
-def test_a_line_that_a_crash_cut_short_is_passed_over(tmp_path: Path) -> None:
+def test_a_line_that_a_crash_cut_short_is_skipped(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", {"step": 0}, '{"step": 1, "rew{"step": 1}', {"step": 2}, '{"st')
-    assert [line["step"] for line in recorded.lines(tmp_path / "a.jsonl")] == [0, 2]
+    assert [line["step"] for line in run_reader.lines(tmp_path / "a.jsonl")] == [0, 2]
 
 
 def test_a_step_that_was_trained_again_counts_once(tmp_path: Path) -> None:
     folder = RunDir(tmp_path)
     write(folder.metrics, {"step": 0, "reward/mean": 1}, {"step": 1, "reward/mean": 2}, {"step": 1, "reward/mean": 3})
-    assert [one["reward/mean"] for one in recorded.read_metrics(folder).steps.values()] == [1, 3]
+    assert [one["reward/mean"] for one in run_reader.read_metrics(folder).steps.values()] == [1, 3]
 
 
-def test_the_ledgers_time_is_added_up_over_all_processes_of_a_run(tmp_path: Path) -> None:
+def test_ledger_time_is_summed_over_all_supervisor_processes(tmp_path: Path) -> None:
     folder = RunDir(tmp_path)
     seconds = [0.5, 1.0, 0.25, 0.5]  # a resumed run counts from zero again
     write(folder.metrics, *({"step": step, "timing_s/ledger": spent} for step, spent in enumerate(seconds)))
-    assert recorded.read_metrics(folder).ledger_seconds == 1.5
+    assert run_reader.read_metrics(folder).ledger_seconds == 1.5
 
 
 def test_a_lost_process_is_a_note_and_not_a_window(tmp_path: Path) -> None:
     folder = RunDir(tmp_path)
     write(folder.activity, {"note": "lost", "at": 5, "who": "i0.1", "reason": "killed"})
-    windows, notes = recorded.read_activity(folder)
+    windows, notes = run_reader.read_activity(folder)
     assert (len(windows), len(notes)) == (0, 1)
 
 
 def test_a_model_folder_is_not_a_run(tmp_path: Path) -> None:
     write(tmp_path / "config.json", {"model_type": "llama"})
-    assert not recorded.is_run(tmp_path)
-    assert not recorded.is_run(tmp_path / "none")
+    assert not run_reader.is_run(tmp_path)
+    assert not run_reader.is_run(tmp_path / "none")
 
 
 # -- time -------------------------------------------------------------------------------------------------------
 
 
-def test_occupancy_is_work_over_the_time_in_which_slots_could_have_worked() -> None:
+def test_occupancy_is_the_share_of_available_slot_time_spent_on_work() -> None:
     slots, trainer = totals(
         [
             window("i0.1/0", 0, ("idle", None, "starting", 50), ("decode", 1, "", 60), ("prefill", 1, "", 10)),
@@ -81,7 +81,7 @@ def test_occupancy_is_work_over_the_time_in_which_slots_could_have_worked() -> N
     assert trainer == {"train": 100}
 
 
-def test_occupancy_of_a_step_is_that_of_the_windows_it_lies_in() -> None:
+def test_occupancy_of_a_step_comes_from_the_windows_that_overlap_it() -> None:
     windows = [
         window("i0.1/0", 0, ("idle", None, "starting", 5), ("decode", 0, "", 5)),
         window("i0.1/0", 10, ("decode", 0, "", 10)),
@@ -94,7 +94,7 @@ def test_occupancy_of_a_step_is_that_of_the_windows_it_lies_in() -> None:
     assert occupancy_between([], [0, 10]) == [0]
 
 
-def test_lives_of_an_instance_share_a_row() -> None:
+def test_restarts_of_an_instance_share_a_row() -> None:
     assert (worker_id("i0.2/1"), worker_id("i0.2"), worker_id("trainer")) == ("i0/1", "i0", "trainer")
     windows = [
         window("i10.1/0", 0, ("decode", 0, "", 10)),
@@ -102,7 +102,7 @@ def test_lives_of_an_instance_share_a_row() -> None:
         window("i2.1/0", 0, ("decode", 0, "", 10)),
     ]
     moved = {"note": "moved", "at": 5, "source": "i2.1/0", "target": "i10.1/0", "count": 3}
-    timeline = run_timeline(recorded.ActivityLog(windows, [moved]), {0: 7})
+    timeline = run_timeline(run_reader.ActivityLog(windows, [moved]), {0: 7})
     assert timeline is not None
     assert list(timeline.slots) == [SlotId("i2", 0), SlotId("i10", 0)]
     assert [(one.start, one.end) for one in timeline.slots[SlotId("i2", 0)]] == [(0, 10), (30, 40)]
@@ -113,7 +113,7 @@ def test_lives_of_an_instance_share_a_row() -> None:
 def test_a_window_is_drawn_in_a_likely_order_and_adds_up() -> None:
     shares = [("idle", None, "trainer", 5), ("decode", 3, "", 20), ("load", 4, "", 2), ("decode", 4, "", 30)]
     windows = [window("i0.1/0", 0, ("decode", 3, "", 9)), window("i0.1/0", 9, *reversed(shares))]
-    timeline = run_timeline(recorded.ActivityLog(windows, []), {})
+    timeline = run_timeline(run_reader.ActivityLog(windows, []), {})
     assert timeline is not None
     (segments,) = timeline.slots.values()
     assert [(one.activity.label, one.activity.version) for one in segments[1:]] == [
@@ -125,19 +125,19 @@ def test_a_window_is_drawn_in_a_likely_order_and_adds_up() -> None:
     assert segments[-1].end == 9 + 57
 
 
-def test_nothing_recorded_has_no_timeline() -> None:
-    assert run_timeline(recorded.ActivityLog([], []), {}) is None
+def test_without_records_there_is_no_timeline() -> None:
+    assert run_timeline(run_reader.ActivityLog([], []), {}) is None
 
 
-# -- small figures ----------------------------------------------------------------------------------------------
+# -- small helpers ----------------------------------------------------------------------------------------------
 
 
-def test_percentiles_are_lengths_that_occurred() -> None:
+def test_percentiles_are_observed_lengths() -> None:
     assert [percentile(list(range(1, 101)), share) for share in (0.5, 0.9, 0.99, 1.0)] == [50, 90, 99, 100]
     assert percentile([7], 0.5) == 7
 
 
-def test_sparks_go_from_the_lowest_to_the_highest() -> None:
+def test_sparks_are_scaled_from_the_lowest_to_the_highest() -> None:
     assert sparks([0.0, 0.5, 1.0]) == "▁▅█"  # a half is rounded up
     assert sparks([2.0]) == "▁"
     assert len(sparks([float(n) for n in range(1000)], width=24)) == 24
@@ -150,7 +150,7 @@ def test_the_interval_is_wilsons() -> None:
     assert high == pytest.approx(0.161, abs=1e-3)
 
 
-def test_further_samples_that_say_the_same_narrow_no_interval() -> None:
+def test_identical_samples_do_not_narrow_the_interval() -> None:
     means = [1.0] * 30 + [0.0] * 20
     assert interval(means, 8) == interval(means, 1)
     assert interval([0.5] * 50, 8)[0] > interval([1.0, 0.0] * 25, 8)[0]
@@ -174,19 +174,19 @@ def test_the_written_config_is_the_defaults_with_the_examples() -> None:
     assert build(RunConfig, written) == build(RunConfig, plain)
 
 
-def test_every_setting_is_in_it_with_its_true_default() -> None:
+def test_the_written_config_has_every_setting_with_its_default() -> None:
     text = document(RunConfig, EXAMPLES)
-    # What is commented out by a bare `#` is a setting, or says that it has none.
+    # A line that starts with a bare `#` is a setting, or notes that it has no default.
     everything = "\n".join(
         line.removeprefix("#") for line in text.splitlines() if not line.startswith("# ") and "is not set" not in line
     )
-    loud = build(RunConfig, tomllib.loads(everything)).model_dump()
-    quiet = build(RunConfig, tomllib.loads(text)).model_dump()
-    assert loud["trainer"].pop("lora") == {"rank": 16, "alpha": 32, "targets": "all-linear"}
-    assert quiet["trainer"].pop("lora") is None
-    assert loud["evaluation"].pop("data")["source"] == "held_out.jsonl"
-    assert quiet["evaluation"].pop("data") is None
-    assert loud == quiet
+    uncommented = build(RunConfig, tomllib.loads(everything)).model_dump()
+    written = build(RunConfig, tomllib.loads(text)).model_dump()
+    assert uncommented["trainer"].pop("lora") == {"rank": 16, "alpha": 32, "targets": "all-linear"}
+    assert written["trainer"].pop("lora") is None
+    assert uncommented["evaluation"].pop("data")["source"] == "held_out.jsonl"
+    assert written["evaluation"].pop("data") is None
+    assert uncommented == written
     assert _leaves(RunConfig.model_json_schema()) <= {line.lstrip("#").split(" ")[0] for line in text.splitlines()}
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dora_rl.apps.train import begin
+from dora_rl.apps.train import start_run
 from dora_rl.core.config import build
 from dora_rl.core.errors import UserError
 from dora_rl.core.os_processes import alive
@@ -154,7 +154,7 @@ def test_a_mistake_is_one_sentence_and_leaves_no_folder(job: Path, other: dict[s
 @pytest.mark.parametrize("dry_run", [False, True])
 def test_a_run_and_a_dry_run_are_checked_before_there_is_a_folder(job: Path, *, dry_run: bool) -> None:
     with pytest.raises(UserError, match="never again"):
-        begin(config(job, reward("code.py:raises")), job, None, dry_run=dry_run, trial=True)
+        start_run(config(job, reward("code.py:raises")), job, None, dry_run=dry_run, trial=True)
     assert not (job / "runs").exists()
 
 
@@ -256,4 +256,4 @@ def test_a_disk_that_is_full_at_the_start_leaves_no_folder(job: Path, monkeypatc
 
 def test_a_name_that_is_no_folder_is_refused_before_anything_is_read(job: Path) -> None:
     with pytest.raises(UserError, match="can't be the name of a run"):
-        begin(config(job, {"data": {"source": "nope.jsonl"}}), job, "a/b", dry_run=False, trial=True)
+        start_run(config(job, {"data": {"source": "nope.jsonl"}}), job, "a/b", dry_run=False, trial=True)

@@ -439,7 +439,7 @@ RUN: Table = {
         "settings/test_supervisor.py::test_a_process_is_restarted_as_often_and_as_late_as_told",
     ),
     "runtime": Row(
-        "apps.train:begin", "test_cli.py::test_a_missing_ray_gives_the_install_command_before_the_run_starts"
+        "apps.train:start_run", "test_cli.py::test_a_missing_ray_gives_the_install_command_before_the_run_starts"
     ),
     "ray": Row("runtime.launch.ray.init:cluster", why=SECTION),
     "ray.address": Row(

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dora_rl.apps import run_reader
+from dora_rl.apps.log_level import LogLevel, log_to_stderr
 from dora_rl.apps.output_file import check_writable
 from dora_rl.apps.train import read_config
 from dora_rl.core.errors import RequestError, UserError
@@ -58,8 +59,10 @@ def evaluate(
     version: Annotated[int | None, typer.Option(min=0, help="Version of the run; default: the newest.")] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Responses per prompt; default: as in the config.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="File to write the result to.")] = None,
+    log_level: LogLevel = None,
 ) -> None:
     """Evaluate a run's policy, or a model, on held-out prompts."""
+    log_to_stderr(log_level)
     need_packages()
     evaluation = _evaluation(policy, config, version, json_file)
     if not evaluation.config.reward.functions:

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from dora_rl.apps.log_level import LogLevel, log_to_stderr
 from dora_rl.apps.output_file import check_writable
 from dora_rl.core.errors import RequestError, UserError
 
@@ -53,8 +54,10 @@ def generate(
     threads: Annotated[int, typer.Option(min=0, help="Number of threads; 0: all cores.")] = 0,
     max_requests: Annotated[int, typer.Option(min=1, help="Responses generated at a time.")] = 64,
     kv_gib: Annotated[float, typer.Option(help="Size of the KV cache in GiB.")] = 2.0,
+    log_level: LogLevel = None,
 ) -> None:
     """Complete prompts in batches; writes JSONL with text, tokens and log-probs."""
+    log_to_stderr(log_level)
     lines = read_prompts(prompts)
     if out is not None:
         check_writable(out)

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from dora_rl.apps.log_level import LogLevel, log_to_stderr
 from dora_rl.core.config import build
 from dora_rl.core.errors import UserError
 
@@ -35,8 +36,10 @@ def sft(
     ] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the order of the examples.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda or mps.")] = "cpu",
+    log_level: LogLevel = None,
 ) -> None:
     """Fine-tune a model on prompts and completions, as a warm start for reinforcement learning."""
+    log_to_stderr(log_level)
     if importlib.util.find_spec("torch") is None:
         raise UserError("training needs torch: pip install 'dora-rl[torch]'")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

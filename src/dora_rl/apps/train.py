@@ -1,7 +1,7 @@
-"""`dora-rl train`: a run from a config file, or on from where it was left.
+"""`dora-rl train`: starts a run from a config file, or resumes one.
 
-A run folder is created only when everything that can be checked without one is right, and goes again if the engine or
-the trainer refuses the model. Torch is imported late: the process that forks the others imports it beside this one.
+The run directory is created only after all checks that do not need it, and removed again if the engine or the trainer
+refuses the model. Torch is imported late: the fork server imports it at the same time as this process.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from dora_rl.apps.config_options import META
+from dora_rl.apps.log_level import LogLevel, log_to_stderr
 from dora_rl.core.config import build, override, read_toml
 from dora_rl.core.errors import UserError
 
@@ -35,23 +36,26 @@ if TYPE_CHECKING:
     from dora_rl.runtime.supervisor.run import Run
 
 INTERRUPTED = 130
+STOPPING = "stopping; all finished work is kept. Interrupt again to stop at once."
 
 
 def train(
     context: typer.Context,
     config: Annotated[Path | None, typer.Argument(help="TOML file; `dora-rl init` writes one.")] = None,
-    resume: Annotated[Path | None, typer.Option(help="Folder of a run to go on with.")] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the run's folder; the time if not given.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Folder of a run to resume.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the run's folder; default: the current time.")] = None,
     runtime: Annotated[str | None, typer.Option(help="`local`, or `ray` for a cluster: see docs/cluster.md.")] = None,
-    address: Annotated[str | None, typer.Option(help="Of the Ray cluster: `auto`, or HOST:PORT.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print the config and stop.")] = False,
+    address: Annotated[str | None, typer.Option(help="Address of the Ray cluster: `auto` or HOST:PORT.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print the config and exit.")] = False,
     no_trial: Annotated[
-        bool, typer.Option("--no-trial", help="Do not try the reward or environment on the first problem.")
+        bool, typer.Option("--no-trial", help="Skip the trial call of the reward or environment on the first problem.")
     ] = False,
+    log_level: LogLevel = None,
 ) -> None:
     """Train a model with reinforcement learning. Any setting below can be an option: --control.max_staleness 4."""
     if (config is None) == (resume is None):
-        raise UserError("give a config file to begin a run, or --resume RUN to go on with one")
+        raise UserError("give a config file to start a run, or --resume RUN to continue one")
+    log_to_stderr(log_level)
     from dora_rl.runtime.packages import need_packages
     from dora_rl.runtime.resume import change
     from dora_rl.runtime.run_dir import RunDir
@@ -59,19 +63,21 @@ def train(
     settings: list[str] = [*context.meta[META]]
     settings += [f"runtime={runtime}"] if runtime is not None else []
     settings += [f'ray.address="{address}"'] if address is not None else []
+    # While the run is shown on the terminal, its messages go to the files in `logs` only.
+    settings += [f"logging.level={log_level}"] if log_level is not None else []
     if resume is not None:
         folder = RunDir.open(resume)
         need_engine(folder.read())
         need_packages()
-        go_on(folder, bound=change(folder, settings))
+        run_to_end(folder, bound=change(folder, settings))
         return
     assert config is not None
     resolved = read_config(config, settings)
-    begin(resolved, config.resolve().parent, name, dry_run=dry_run, trial=not no_trial)
+    start_run(resolved, config.resolve().parent, name, dry_run=dry_run, trial=not no_trial)
 
 
-def begin(config: RunConfig, base: Path, name: str | None, *, dry_run: bool, trial: bool) -> None:
-    """Check everything; then print the config, or make the folder and carry the run to its end."""
+def start_run(config: RunConfig, base: Path, name: str | None, *, dry_run: bool, trial: bool) -> None:
+    """Check everything; then print the config, or create the run directory and run to the end."""
     from dora_rl.runtime.launch.fork_server import ForkServer
     from dora_rl.runtime.launch.ray.init import need_ray
     from dora_rl.runtime.preflight import check
@@ -85,25 +91,25 @@ def begin(config: RunConfig, base: Path, name: str | None, *, dry_run: bool, tri
         early: list[ForkServer] = []
 
         def start() -> None:
-            """Let the nursery import torch while this process does."""
+            """Let the fork server import torch while this process does."""
             if config.runtime == "local" and not dry_run:
                 early.append(ForkServer(None))
                 undo.callback(early[0].close)
 
-        prepared = check(config, base, trial=trial, notify=_remark, meanwhile=start)
+        prepared = check(config, base, trial=trial, notify=_notify, meanwhile=start)
         if dry_run:
             print_config(config)
             return
         folder = RunDir.create(config, base, name)
         try:
-            go_on(folder, nursery=early[0] if early else None, prepared=prepared)
+            run_to_end(folder, fork_server=early[0] if early else None, prepared=prepared)
         except UserError:
-            _discard_unbegun(folder)
+            _discard_unstarted(folder)
             raise
 
 
-def _discard_unbegun(folder: RunDir) -> None:
-    """A run that was refused by its engine or trainer before its first group leaves nothing behind."""
+def _discard_unstarted(folder: RunDir) -> None:
+    """Remove a run that its engine or trainer refused before its first group started."""
     from dora_rl.core.commands import StartGroup
     from dora_rl.ledger.ledger import connect, read_events
 
@@ -115,7 +121,7 @@ def _discard_unbegun(folder: RunDir) -> None:
 
 
 def need_engine(config: RunConfig) -> None:
-    """Refuse a run whose rollout engine is not installed, before it begins; a cluster's nodes have their own."""
+    """Refuse a run whose rollout engine is not installed; the nodes of a cluster have their own installation."""
     from dora_rl.engine.registry import engine_factory
 
     elsewhere = config.runtime == "ray" and config.ray.address
@@ -124,37 +130,37 @@ def need_engine(config: RunConfig) -> None:
 
 
 def read_config(path: Path, settings: list[str]) -> RunConfig:
-    """The config of a file with dotted settings on top."""
+    """The config in a file, overridden by dotted settings."""
     from dora_rl.runtime.config import RunConfig
 
     config = build(RunConfig, override(read_toml(path), settings), str(path))
     beside = path.resolve().parent / config.model.path
     if not beside.exists():
-        return config  # a name on the hub, or a path that loading will complain of
+        return config  # a name on the hub, or a path that can't be loaded
     return config.model_copy(update={"model": config.model.model_copy(update={"path": str(beside)})})
 
 
 def print_config(config: RunConfig) -> None:
-    """As TOML that can be used as a config file again."""
+    """Print the config as TOML, which is again a valid config file."""
     import tomli_w
 
     sys.stdout.write(tomli_w.dumps(config.model_dump(mode="json", exclude_none=True)))
 
 
-def _remark(text: str) -> None:
-    """On standard error, since a dry run prints a config file."""
+def _notify(text: str) -> None:
+    """Print to standard error, since a dry run prints a config file to standard output."""
     Console(stderr=True, soft_wrap=True).print(text, highlight=False, markup=False)
 
 
-def go_on(
+def run_to_end(
     folder: RunDir,
     console: Console | None = None,
     *,
     bound: int | None = None,
-    nursery: ForkServer | None = None,
+    fork_server: ForkServer | None = None,
     prepared: Prepared | None = None,
 ) -> None:
-    """Carry a run to its end, or to an interrupt; `nursery` and `prepared` are those of a run that begins."""
+    """Run until the end or an interrupt; a new run passes the `fork_server` and what was `prepared` for its checks."""
     from dora_rl.runtime.launch.ray.init import need_ray
 
     console = console or Console()
@@ -162,20 +168,20 @@ def go_on(
     say(f"run {folder.path}")
     if folder.read().runtime == "ray":
         need_ray()
-        from dora_rl.apps.ray_run import go_on_ray
+        from dora_rl.apps.ray_run import run_on_ray
 
-        _end(folder, console, finished=go_on_ray(folder, console, bound))
+        _end(folder, console, finished=run_on_ray(folder, console, bound))
         return
-    run = _wire(folder, say, bound, nursery, prepared)
+    run = _make_run(folder, say, bound, fork_server, prepared)
     from dora_rl.apps.progress_panel import ProgressPanel
 
     def interrupt(*_: object) -> None:
         if run.world.stopping:
-            console.show_cursor()  # the live view hides it
-            os._exit(INTERRUPTED)  # the processes end with their supervisor
+            console.show_cursor()  # the panel hides it
+            os._exit(INTERRUPTED)  # the workers end with their supervisor
         run.world.stopping = True
-        # By another thread: the interrupt may have come in the middle of a line, which would be printed twice.
-        text = "stopping; everything finished is kept. Once more to stop at once."
+        # In another thread: the interrupt may have come in the middle of a line, which would be printed twice.
+        text = STOPPING
         threading.Thread(target=say, args=(text,)).start()
 
     before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -188,35 +194,41 @@ def go_on(
     _end(folder, console, finished=run.orchestrator.finished or not run.world.stopping)
 
 
-def _wire(
-    folder: RunDir, say: Callable[[str], None], bound: int | None, nursery: ForkServer | None, prepared: Prepared | None
+def _make_run(
+    folder: RunDir,
+    say: Callable[[str], None],
+    bound: int | None,
+    fork_server: ForkServer | None,
+    prepared: Prepared | None,
 ) -> Run:
-    """The run, ready to go on."""
+    """The run, ready to start."""
     from dora_rl.runtime.launch.fork_server import ForkServer
     from dora_rl.runtime.launch.machine import Machine
 
     # It imports torch while this process does.
-    nursery = nursery or ForkServer(folder.logs / "fork_server.log")
+    fork_server = fork_server or ForkServer(folder.logs / "fork_server.log")
     try:
         from dora_rl.runtime.supervisor.run import Run
 
-        return Run(folder, notice=say, bound=bound, machine=Machine(fork_server=nursery.with_log), prepared=prepared)
+        return Run(
+            folder, notice=say, bound=bound, machine=Machine(fork_server=fork_server.with_log), prepared=prepared
+        )
     except BaseException:
-        nursery.close()
+        fork_server.close()
         raise
 
 
 def _end(folder: RunDir, console: Console, *, finished: bool) -> None:
     if not finished:
         console.print(
-            f"go on with: dora-rl train --resume {folder.path}", highlight=False, markup=False, soft_wrap=True
+            f"resume with: dora-rl train --resume {folder.path}", highlight=False, markup=False, soft_wrap=True
         )
         sys.exit(INTERRUPTED)
     conclude(folder, console)
 
 
 def conclude(folder: RunDir, console: Console) -> None:
-    """What happened in the whole run, and where to find it."""
+    """Print the summary of the run, and where its policy and report are."""
     from dora_rl.apps.report import write_report
     from dora_rl.apps.summary import summarise
     from dora_rl.apps.summary_table import rows

@@ -1,23 +1,34 @@
 """Logging of the runtime: the standard `logging`, with one logger per module below `dora_rl`.
 
 Worker processes log to their stderr, which is their log file; the supervisor logs to `logs/supervisor.log` of the run
-directory. The level is `logging.level` of the config.
+directory. The level is `logging.level` of the config. Commands without a run directory log to stderr, at the level of
+their option `--log-level`.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
+from typing import TextIO
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _HANDLER = "dora_rl.runtime"
 _ROOT = logging.getLogger("dora_rl")
 
 
+class _StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to the `sys.stderr` of the moment, which a progress bar replaces while it is on the screen."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.setStream(sys.stderr)
+        super().emit(record)
+
+
 def configure(level: str, file: Path | None = None) -> None:
     """Log messages of at least this level to a file, or to stderr; a second call replaces the handler of the first."""
     close()
-    handler = logging.StreamHandler() if file is None else logging.FileHandler(file, encoding="utf-8")
+    handler = _StderrHandler() if file is None else logging.FileHandler(file, encoding="utf-8")
     handler.set_name(_HANDLER)
     handler.setFormatter(logging.Formatter(_FORMAT))
     _ROOT.addHandler(handler)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from dora_rl.runtime.config import RunConfig
     from dora_rl.runtime.run_dir import RunDir
 
-CHANGEABLE = ("rollout.instances", "rollout.engine.probe_tolerance", "runtime", "ray", "mismatch")
+CHANGEABLE = ("rollout.instances", "rollout.engine.probe_tolerance", "runtime", "ray", "mismatch", "logging.level")
 """Settings, or sections of settings, in which `config.json` may differ from what the run was started with."""
 BOUND = "control.max_staleness"
 """Can change too, but only by an event of the orchestrator; `config.json` keeps the first value."""

@@ -2,7 +2,7 @@
 
 A run continues with the settings that it was started with. Only settings that do not change its results, or that the
 orchestrator changes by an event, can get other values: `rollout.instances`, `rollout.engine.probe_tolerance`,
-`control.max_staleness`, `runtime`, `ray` and `mismatch`.
+`control.max_staleness`, `runtime`, `ray`, `mismatch` and `logging.level`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ def change(run_dir: RunDir, settings: list[str]) -> int | None:
     before = run_dir.read()
     tree = override(before.model_dump(mode="json"), settings)
     after = build(type(before), tree, "options")
-    changed = {"runtime": after.runtime, "ray": after.ray, "mismatch": after.mismatch}
+    logging = before.logging.model_copy(update={"level": after.logging.level})
+    changed = {"runtime": after.runtime, "ray": after.ray, "mismatch": after.mismatch, "logging": logging}
     engine = before.rollout.engine.model_copy(update={"probe_tolerance": after.rollout.engine.probe_tolerance})
     rollout = before.rollout.model_copy(update={"instances": after.rollout.instances, "engine": engine})
     control = before.control.model_copy(update={"max_staleness": after.control.max_staleness})
     if before.model_copy(update={**changed, "rollout": rollout, "control": control}) != after:
         raise UserError(
             "a run is resumed with the settings that it was started with; only 'rollout.instances', "
-            "'rollout.engine.probe_tolerance', 'control.max_staleness', 'runtime', 'ray' and 'mismatch' can be "
-            "changed: leave out the others"
+            "'rollout.engine.probe_tolerance', 'control.max_staleness', 'runtime', 'ray', 'mismatch' and "
+            "'logging.level' can be changed: leave out the others"
         )
     written = before.model_copy(update={**changed, "rollout": rollout})
     if written != before:
