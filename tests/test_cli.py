@@ -123,7 +123,7 @@ def test_plan_ranks_candidates_and_names_the_bottleneck(tmp_path: Path) -> None:
     trace.write_text("\n".join(f'{{"response_tokens": {10 + 13 * i % 240}}}' for i in range(100)))
     done = run("plan", cluster, trace, "--json", tmp_path / "plan.json")
     assert done.returncode == 0, done.stderr
-    assert "the binding limit is" in done.stdout
+    assert "the bottleneck is" in done.stdout
     ranking = json.loads((tmp_path / "plan.json").read_text())
     assert ranking == sorted(ranking, key=lambda row: (row["step_seconds"], row["max_staleness"]))
     assert all(row["slots_per_instance"] in (1, 2) for row in ranking)

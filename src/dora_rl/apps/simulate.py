@@ -222,7 +222,7 @@ def plan_command(
         f"Best: max_staleness = {best.candidate.staleness}, {best.candidate.trainer_devices} devices for training, "
         f"{best.candidate.instances} instances of {best.candidate.config.rollout.devices} with "
         f"{_slots(best.candidate.slots)} for rollout; "
-        f"the binding limit is {best.binds}.",
+        f"the bottleneck is {best.binds}.",
         highlight=False,
     )
     if json_file is not None:
@@ -241,7 +241,7 @@ def _ranking(ranking: list[PlanResult], skipped: int) -> Table:
     )
     for column in ("K", "train", "rollout", "step", "tokens/s", "lag", "x bound"):
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("binds", overflow="fold")
+    table.add_column("bottleneck", overflow="fold")
     for planned in ranking:
         candidate, result = planned.candidate, planned.result
         table.add_row(
