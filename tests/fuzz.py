@@ -93,8 +93,8 @@ def valid_frames() -> bytes:
     slot = SlotId("i0.1", 0)
     messages: list[m.Message] = [
         m.RolloutReady(spec=InstanceSpec(instance="i0.1", slots=1, max_requests=4, kv_tokens=100), kernels="torch"),
-        m.Report(
-            said=(m.Said(trajectory=1, attempt=0, version=0, start=0, tokens=b"\1\0\0\0", logprobs=b"\0\0\0\0"),),
+        m.RolloutReport(
+            chunks=(TokenChunk.of(1, [1], [0.0], version=0),),
             ended=(m.ResponseEnded(trajectory=1, attempt=0, reason="stop"),),
             events=(e.SlotLoaded(slot=slot, version=0, fingerprint="f" * 64), e.Progress(instance="i0.1", kv_tokens=3)),
         ),

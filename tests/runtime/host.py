@@ -100,7 +100,7 @@ def supervise(order: dict[str, Any]) -> int:
             os._exit(130)
         stopping = True
         if run is not None:
-            run.world.stopping = True
+            run.supervisor.stopping = True
 
     def notice(text: str) -> None:
         said["notices"].append(text)
@@ -110,9 +110,9 @@ def supervise(order: dict[str, Any]) -> int:
     signal.signal(signal.SIGINT, interrupt)
     try:
         bound = change(folder, order.get("settings", []))
-        run = Run(folder, notice=notice, machine=machine(order, QuickForkServer), bound=bound)
-        run.world.stopping = stopping
-        run.go()
+        run = Run(folder, notify=notice, machine=machine(order, QuickForkServer), bound=bound)
+        run.supervisor.stopping = stopping
+        run.run()
         code = 0 if run.orchestrator.finished else 130
     except UserError as error:
         code, said["error"] = 2, str(error)

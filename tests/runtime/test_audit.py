@@ -325,7 +325,7 @@ def test_decisions_of_another_configuration_are_named(doctored: RunDir) -> None:
     connection.commit()
     connection.close()
     found = audited(doctored).problems
-    assert any("answered otherwise" in problem for problem in found), found
+    assert any("gave other commands" in problem for problem in found), found
     assert any("'control.max_staleness' is 3 and was 0" in problem for problem in found), found
 
 

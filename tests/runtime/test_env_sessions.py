@@ -148,7 +148,7 @@ def test_an_environment_that_says_nothing_costs_its_trajectory_alone(host: Host,
     assert broken(run, run.wait(), 4) == []
     with connect(run.folder.ledger) as connection:
         reasons = {why for (why,) in connection.execute("SELECT failed FROM trajectories WHERE failed IS NOT NULL")}
-    assert reasons == {"environment, step: it said nothing, though it is not done"}
+    assert reasons == {"environment, step: it returned no observation, though it is not done"}
 
 
 def test_what_does_not_fit_the_context_ends_the_trajectory(host: Host, base: Path) -> None:

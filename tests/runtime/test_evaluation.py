@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+from dora_rl.core.types import InstanceSpec
 from dora_rl.engine.requests import Sampling
 from dora_rl.envs.data import Problem
-from dora_rl.runtime.supervisor.evaluation import Evaluated, Evaluation
+from dora_rl.runtime.supervisor.evaluation_client import EvaluationClient, EvaluationResult
+from dora_rl.runtime.transport import messages as m
 from tests.runtime.test_supervisor import Stage
 
-EVALUATION = "dora_rl.runtime.supervisor.evaluation"
+EVALUATION = "dora_rl.runtime.supervisor.evaluation_client"
 
 
 class Store:
@@ -26,45 +28,66 @@ class Store:
         return SimpleNamespace(close=lambda: self.held.remove(version))
 
 
-def evaluation(store: Any) -> Evaluation:
-    def done(_: Evaluated) -> None: ...
+def evaluation(store: Any, stage: Stage) -> EvaluationClient:
+    def on_result(_: EvaluationResult) -> None: ...
 
-    problems = [(Problem(key="", prompt=""), (1,))]
-    return Evaluation(problems, Sampling(max_tokens=1), 1, 1.0, 1.0, store, str, done)
+    processes: Any = stage
+    return EvaluationClient(
+        [(Problem(key="", prompt=""), (1,))],
+        Sampling(max_tokens=1),
+        every=1,
+        last=None,
+        samples=1,
+        threshold=1.0,
+        store=store,
+        processes=processes,
+        score=lambda *_: None,
+        on_result=on_result,
+    )
 
 
-def test_what_was_given_up_is_not_asked_again() -> None:
+def test_an_evaluator_that_was_given_up_evaluates_nothing_more() -> None:
     store, stage = Store(), Stage()
-    made = evaluation(store)
-    made.ask(0, stage)  # type: ignore[arg-type]
-    assert (made.pending, store.held) == (1, [0])
-    made.give_up()
-    made.ask(1, stage)  # type: ignore[arg-type]
-    assert (made.pending, store.held) == (0, [])
+    client = evaluation(store, stage)
+    client.evaluate(0)
+    assert (client.pending, store.held) == (1, [0])
+    client.lost(stage.workers[-1], "it failed too often", restarts=False)
+    client.evaluate(1)
+    assert (client.pending, store.held) == (0, [])
+
+
+def test_an_evaluation_starts_over_when_its_worker_is_restarted() -> None:
+    store, stage = Store(), Stage()
+    client = evaluation(store, stage)
+    client.evaluate(0)
+    worker = stage.workers[-1]
+    spec = InstanceSpec(instance="evaluator.1", max_requests=1, kv_tokens=10)
+    client.receive(worker, m.RolloutReady(spec=spec, kernels=""))
+    client.lost(worker, "it was killed", restarts=True)
+    assert (client.pending, store.held) == (1, [0])
 
 
 @pytest.mark.parametrize("pending", [True, False])
-def test_an_evaluator_that_gets_nowhere_does_not_keep_a_run_from_ending(
+def test_an_evaluator_without_progress_does_not_keep_a_run_from_ending(
     monkeypatch: pytest.MonkeyPatch, pending: bool
 ) -> None:
     now = 0.0
     monkeypatch.setattr(f"{EVALUATION}.time.monotonic", lambda: now)
     store, stage = Store(), Stage()
-    made = evaluation(store)
-    stage.world.evaluate_with(made)
-    made.ask(2, stage)  # type: ignore[arg-type]
+    supervisor = stage.supervisor
+    supervisor.evaluation = evaluation(store, stage)
+    supervisor.evaluation.evaluate(2)
     evaluator = stage.workers[-1]
     evaluator.handle = SimpleNamespace(pending=pending)
-    deadline = stage.world._deadlines.load + stage.world._deadlines.train
-    now += deadline - 1
-    stage.world._look()
-    assert stage.world.evaluating
+    now += supervisor._deadlines.load + supervisor._deadlines.train - 1
+    supervisor._maintain()
+    assert supervisor.evaluating
     now += 2
-    stage.world._look()
-    assert not stage.world.evaluating
+    supervisor._maintain()
+    assert not supervisor.evaluating
     assert not store.held
     assert evaluator not in stage.workers
-    (said,) = stage.notices
-    assert ("no room" in said) is pending
-    stage.world._look()  # once
+    (notice,) = stage.notices
+    assert ("no room" in notice) is pending
+    supervisor._maintain()  # only once
     assert len(stage.notices) == 1

@@ -190,7 +190,7 @@ def test_second_supervisor_is_refused(host: Host, base: Path) -> None:
     refused = json.loads((run.folder.path / "outcome.json").read_text())
     run.signal(signal.SIGCONT, None)
     assert refused["code"] == 2
-    assert "already going on" in refused["error"]
+    assert "already running" in refused["error"]
     assert run.pids() == pids
     finish(run)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dora_rl.envs.data import Problem
-from dora_rl.runtime.supervisor.reward_client import Reply, RewardClient
+from dora_rl.runtime.supervisor.reward_client import RewardPool, RewardReply
 from dora_rl.runtime.transport import messages as m
 
 if TYPE_CHECKING:
@@ -29,10 +29,10 @@ class Pool:
 
     def __init__(self, count: int, concurrency: int) -> None:
         self.workers: list[Any] = []
-        self.judges = RewardClient(self, count, concurrency)  # type: ignore[arg-type]
-        self.answers: dict[int, Reply] = {}
+        self.pool = RewardPool(self, count, concurrency)  # type: ignore[arg-type]
+        self.answers: dict[int, RewardReply] = {}
         for worker in self.workers:
-            self.judges.ready(worker)
+            self.pool.ready(worker)
 
     def start(self, _role: str, worker_id: str) -> Worker:
         self.workers.append(Worker(worker_id))
@@ -42,16 +42,16 @@ class Pool:
         question = m.EnvRequest(
             item=0, session=session, problem=Problem(key="", prompt=""), texts=(), tokens=(), finish=False
         )
-        self.judges.ask(question, lambda reply: self.answers.update({session: reply}), timeout, session)
+        self.pool.request(question, lambda reply: self.answers.update({session: reply}), timeout, session)
 
     def reply(self, worker: Any, *, done: bool = False) -> None:
         """To the oldest question."""
-        self.judges.replied(worker, m.EnvResult(item=worker.asked.pop(0).item, observation="x", done=done))
+        self.pool.replied(worker, m.EnvResult(item=worker.asked.pop(0).item, observation="x", done=done))
 
     def die(self, worker: Any) -> None:
         worker.asked.clear()
-        self.judges.lost(worker)
-        self.judges.ready(worker)
+        self.pool.worker_lost(worker)
+        self.pool.ready(worker)
 
     def sessions(self, worker: Any) -> list[int]:
         return [message.session for message in worker.asked]
@@ -82,7 +82,7 @@ def test_no_worker_is_asked_more_at_once_than_it_may() -> None:
                 pool.reply(worker)
                 assert len(worker.asked) <= 3
     assert len(pool.answers) == 20
-    assert pool.judges.pending == 0
+    assert pool.pool.pending == 0
 
 
 def test_after_a_death_each_is_asked_alone_and_only_the_guilty_fails() -> None:
@@ -91,7 +91,7 @@ def test_after_a_death_each_is_asked_alone_and_only_the_guilty_fails() -> None:
     for session in range(4):
         pool.ask(session)
     pool.die(worker)
-    while pool.judges.pending:
+    while pool.pool.pending:
         assert len(worker.asked) == 1
         if worker.asked[0].session == 2:
             pool.die(worker)
@@ -110,7 +110,7 @@ def test_those_beside_one_that_hangs_are_not_blamed_however_often(monkeypatch: p
         pool.ask(hanging, timeout=1.0)
         assert sorted(pool.sessions(worker)) == [0, hanging]
         now += 2.0
-        assert pool.judges.overdue() == [worker]
+        assert pool.pool.overdue() == [worker]
         pool.die(worker)
     pool.reply(worker)
     assert pool.answers[0].failed is None

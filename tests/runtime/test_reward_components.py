@@ -12,7 +12,7 @@ import pytest
 from dora_rl.envs.config import RewardConfig
 from dora_rl.envs.data import Problem
 from dora_rl.envs.rewards import RewardScorer
-from dora_rl.runtime.supervisor.metrics_recorder import reward_figures
+from dora_rl.runtime.supervisor.metrics import reward_metrics
 from tests.runtime.checks import broken, wait_for_events
 from tests.runtime.host import Host
 from tests.runtime.making import lines, make_run, merged, settings
@@ -62,7 +62,7 @@ def test_parts_of_the_reward_are_in_metrics_and_samples(
 
 def test_names_of_users_become_tags_that_differ() -> None:
     given: list[dict[str, float]] = [{"a b": 1.0, "a?b": 3.0, "f/é ü/": 5.0, "": 7.0, "x" * 500: 9.0}, {"a b": 2.0}]
-    figures = reward_figures(given)
+    figures = reward_metrics(given)
     assert figures["reward/a_b/mean"] == 1.5
     assert figures["reward/a_b/std"] == 0.5
     assert figures["reward/a_b_2/mean"] == 3.0

@@ -39,11 +39,11 @@ def begin(host: Host, base: Path, name: str, other: dict[str, Any]) -> Superviso
 def test_watchdog_says_who_waits_for_what(host: Host, base: Path) -> None:
     reward = {"functions": ["task.py:waits_to_be_released"]}
     run = begin(host, base, "stall", {"reward": reward, "control": {"deadlines": {"stall": 0.5}}})
-    assert wait_for(run, lambda: run.noticed("nothing moves: "))
+    assert wait_for(run, lambda: run.noticed("the run makes no progress: "))
     (base / "released").touch()
     outcome = run.wait()
     assert broken(run, outcome, 4) == []
-    stalled = [notice for notice in outcome["notices"] if notice.startswith("nothing moves: ")]
+    stalled = [notice for notice in outcome["notices"] if notice.startswith("the run makes no progress: ")]
     assert stalled
     assert "waits for" in stalled[0]
 
@@ -55,7 +55,7 @@ def test_run_goes_on_smaller_and_says_so(host: Host, base: Path) -> None:
     outcome = run.wait()
     assert broken(run, outcome, 6) == []
     assert any("i1" in notice and "given up" in notice for notice in outcome["notices"])
-    assert any("goes on with 1 instance" in notice for notice in outcome["notices"])
+    assert any("continues with 1 instance" in notice for notice in outcome["notices"])
 
 
 @pytest.mark.parametrize("place", ["i0", "trainer"])

@@ -1,4 +1,4 @@
-"""What the supervisor keeps: as much as somebody can ask for, and figures that miss no moment."""
+"""The trajectory store keeps what may still be needed, and its counts miss nothing."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class Numbers:
         return f"p{number}", {"prompt": str(number)}
 
 
-def books(group_size: int = 1) -> TrajectoryStore:
+def store(group_size: int = 1) -> TrajectoryStore:
     made = TrajectoryStore(Numbers(), lambda _: (1, 2), group_size)  # type: ignore[arg-type]
-    made.note(made.fetch(64), [])
+    made.apply(made.fetch(64), [], 0)
     return made
 
 
 def start(made: TrajectoryStore, group: int, version: int) -> None:
     prompt = Prompt(key=f"p{group}", tokens=2)
-    made.note(e.Tick(), [c.StartGroup(group=group, prompt=prompt, version=version, slot=SLOT)])
+    made.apply(e.Tick(), [c.StartGroup(group=group, prompt=prompt, version=version, slot=SLOT)], 0)
 
 
 def generated(trajectory: int, version: int) -> e.Generated:
@@ -53,33 +53,33 @@ def published(version: int) -> e.Published:
 
 
 def test_live_versions_are_the_most_since_the_last_publishing() -> None:
-    made = books()
-    made.note(published(0), [])
+    made = store()
+    made.apply(published(0), [], 0)
     start(made, 0, 0)
-    made.note(published(1), [])
+    made.apply(published(1), [], 0)
     assert made.live_versions == 1
     start(made, 1, 1)
-    made.note(generated(0, 0), [])
-    made.note(generated(0, 0), [])  # said twice, counted once
-    made.note(generated(1, 1), [])
-    made.note(published(2), [])
+    made.apply(generated(0, 0), [], 0)
+    made.apply(generated(0, 0), [], 0)  # reported twice, counted once
+    made.apply(generated(1, 1), [], 0)
+    made.apply(published(2), [], 0)
     assert made.live_versions == 2, "two were live for a while, though none is now"
-    made.note(published(3), [])
+    made.apply(published(3), [], 0)
     assert made.live_versions == 0
     start(made, 2, 3)
-    made.note(e.Tick(), [c.FailTrajectory(trajectory=2, reason="why"), c.GroupFailed(group=2, reasons=("why",))])
+    made.apply(e.Tick(), [c.FailTrajectory(trajectory=2, reason="why"), c.GroupFailed(group=2, reasons=("why",))], 0)
     start(made, 3, 3)
-    made.note(published(4), [])
+    made.apply(published(4), [], 0)
     assert made.live_versions == 1
 
 
 def test_fingerprints_are_kept_as_long_as_a_group_may_need_them() -> None:
-    made = books()
+    made = store()
     for version in range(4):
-        made.note(published(version), [])
+        made.apply(published(version), [], 0)
         start(made, version, version)
-    made.note(e.Tick(), [c.Apply(step=3, attempt=1, groups=(0, 1))])
-    made.note(e.Checkpointed(version=4), [])
+    made.apply(e.Tick(), [c.Apply(step=3, attempt=1, groups=(0, 1))], 0)
+    made.apply(e.Checkpointed(version=4), [], 0)
     assert sorted(made.fingerprints) == [2, 3]
 
 
@@ -96,20 +96,20 @@ def test_one_key_of_an_engine_leaves_the_others_as_they_were() -> None:
     assert plain.kv_bytes == plain.host_bytes == 256 << 20
 
 
-def test_experts_are_of_the_tokens_that_the_policy_said() -> None:
-    made = books()
+def test_experts_belong_to_the_tokens_that_the_policy_sampled() -> None:
+    made = store()
     start(made, 0, 0)
-    book = made.trajectory(0)
+    entry = made.trajectory(0)
     experts = np.arange(3 * 2 * 2, dtype=np.int16).reshape(3, 2, 2)
-    said = ((7, 8), experts[:2]), ((5, 5, 5), None), ((9,), experts[2:]), ((5,), None)
-    for tokens, used in said:
+    turns = ((7, 8), experts[:2]), ((5, 5, 5), None), ((9,), experts[2:]), ((5,), None)
+    for tokens, used in turns:
         logprobs = [-1.0] * len(tokens)
-        end, sampled = len(book.response), used is not None
-        book.take(TokenChunk.of(0, tokens, logprobs, version=0, start=end, sampled=sampled, experts=used))
-    book.reward = 1.0
-    (trajectory,) = group(made.trained(0)).trajectories
+        end, sampled = entry.length, used is not None
+        entry.append(TokenChunk.of(0, tokens, logprobs, version=0, start=end, sampled=sampled, experts=used))
+    entry.reward = 1.0
+    (trajectory,) = group(made.for_training(0)).trajectories
     assert trajectory.routed_experts is not None
-    # The prompt has two tokens, and what a token was said by is the pass over the token before it.
+    # The prompt has two tokens, and a token is sampled by the forward pass over the token before it.
     known = {1: experts[0], 2: experts[1], 6: experts[2]}
     for place, used in enumerate(trajectory.routed_experts):
         assert (used == known.get(place, np.full((2, 2), -1))).all()
@@ -117,13 +117,14 @@ def test_experts_are_of_the_tokens_that_the_policy_said() -> None:
 
 @pytest.mark.parametrize("last_fails", [True, False])
 def test_failures_are_in_a_row_only_if_no_group_ends_well_between(last_fails: bool) -> None:
-    made = books(group_size=2)
+    made = store(group_size=2)
     control = ControlConfig(groups_per_step=1, group_size=2, max_staleness=0, max_response_tokens=1)
-    verdicts = FailureGuard(control, made)
+    failures = FailureGuard(control, made)
 
     def happens(event: e.Event, *commands: c.Command) -> None:
-        made.note(event, list(commands))
-        verdicts.note(event, commands, 0)
+        made.apply(event, commands, 0)
+        failures.apply(event, commands, 0)
+        failures.check(0)
 
     def fails(number: int) -> None:
         start(made, number, 0)

@@ -55,14 +55,15 @@ RUN: Table = {
         "envs.rewards:RewardScorer.__init__", "settings/test_supervisor.py::test_the_judge_weighs_functions_as_told"
     ),
     "reward.timeout_seconds": Row(
-        "runtime.supervisor.doing:Doing._score", "settings/test_supervisor.py::test_a_question_is_due_after_its_timeout"
+        "runtime.supervisor.reward_client:RewardClient.__init__",
+        "settings/test_supervisor.py::test_a_question_is_due_after_its_timeout",
     ),
     "reward.workers": Row(
-        "runtime.supervisor.supervisor:Supervisor.__init__",
+        "runtime.supervisor.reward_client:RewardClient.__init__",
         "settings/test_supervisor.py::test_there_are_as_many_processes_as_asked_for",
     ),
     "reward.concurrency": Row(
-        "runtime.supervisor.supervisor:Supervisor.__init__",
+        "runtime.supervisor.reward_client:RewardClient.__init__",
         "settings/test_supervisor.py::test_a_judge_is_asked_so_many_questions_at_once",
     ),
     "environment": Row("runtime.workers.reward:serve", why=SECTION),
@@ -79,11 +80,11 @@ RUN: Table = {
         "envs/test_environment.py::test_turns_are_counted_and_the_last_has_no_observation",
     ),
     "environment.timeout_seconds": Row(
-        "runtime.supervisor.doing:Doing.__init__",
+        "runtime.supervisor.supervisor:session_limits",
         "settings/test_supervisor.py::test_a_question_is_due_after_its_timeout",
     ),
     "environment.concurrency": Row(
-        "runtime.supervisor.supervisor:Supervisor.__init__",
+        "runtime.supervisor.reward_client:RewardClient.__init__",
         "settings/test_supervisor.py::test_a_judge_is_asked_so_many_questions_at_once",
     ),
     "control": Row("runtime.supervisor.run:Run._wire", why=SECTION),
@@ -107,7 +108,7 @@ RUN: Table = {
         "orchestrator.context:Context.drained", "settings/test_supervisor.py::test_no_more_groups_than_the_steps_need"
     ),
     "control.max_response_tokens": Row(
-        "runtime.supervisor.doing:Doing.__init__",
+        "runtime.supervisor.supervisor:session_limits",
         "settings/test_sampling.py::test_no_response_is_longer_than_asked_for",
     ),
     "control.min_survivors": Row(
@@ -172,25 +173,29 @@ RUN: Table = {
         "settings/test_supervisor.py::test_a_wait_ends_at_its_deadline",
     ),
     "control.deadlines.heartbeat": Row(
-        "runtime.supervisor.supervisor:Supervisor._look",
+        "runtime.supervisor.supervisor:Supervisor._maintain",
         "settings/test_supervisor.py::test_an_instance_that_is_silent_for_a_heartbeat_is_lost",
     ),
-    "sampling": Row("runtime.supervisor.doing:Doing.__init__", why=SECTION),
+    "sampling": Row("runtime.supervisor.rollout_client:RolloutClient.__init__", why=SECTION),
     "sampling.temperature": Row(
-        "runtime.supervisor.doing:Doing.__init__", "settings/test_sampling.py::test_log_probs_are_of_the_temperature"
+        "runtime.supervisor.rollout_client:RolloutClient.__init__",
+        "settings/test_sampling.py::test_log_probs_are_of_the_temperature",
     ),
     "sampling.top_p": Row(
-        "runtime.supervisor.doing:Doing.__init__",
+        "runtime.supervisor.rollout_client:RolloutClient.__init__",
         "settings/test_sampling.py::test_top_p_keeps_the_likeliest_that_have_it_together",
     ),
     "sampling.top_k": Row(
-        "runtime.supervisor.doing:Doing.__init__", "settings/test_sampling.py::test_top_k_keeps_so_many"
+        "runtime.supervisor.rollout_client:RolloutClient.__init__",
+        "settings/test_sampling.py::test_top_k_keeps_so_many",
     ),
     "sampling.min_p": Row(
-        "runtime.supervisor.doing:Doing.__init__", "settings/test_sampling.py::test_min_p_keeps_what_is_so_likely"
+        "runtime.supervisor.rollout_client:RolloutClient.__init__",
+        "settings/test_sampling.py::test_min_p_keeps_what_is_so_likely",
     ),
     "sampling.stop": Row(
-        "runtime.supervisor.doing:Doing.__init__", "settings/test_sampling.py::test_a_response_ends_at_a_stop_string"
+        "runtime.supervisor.rollout_client:RolloutClient.__init__",
+        "settings/test_sampling.py::test_a_response_ends_at_a_stop_string",
     ),
     "rollout": Row("runtime.workers.engine_factory:make_engine", why=SECTION),
     "rollout.instances": Row(
@@ -267,7 +272,7 @@ RUN: Table = {
     ),
     "trainer": Row("runtime.workers.trainer:TrainerWorker.__init__", why=SECTION),
     "trainer.ranks": Row(
-        "runtime.supervisor.supervisor:Supervisor.begin",
+        "runtime.supervisor.trainer_client:TrainerClient.start",
         "settings/test_supervisor.py::test_there_are_as_many_processes_as_asked_for",
     ),
     "trainer.algorithm": Row("trainer.trainer:Trainer._loss", why=SECTION),
@@ -350,7 +355,7 @@ RUN: Table = {
     ),
     "trainer.moe": Row("trainer.trainer:Trainer.__init__", why=SECTION),
     "trainer.moe.replay_routing": Row(
-        "runtime.supervisor.doing:Doing._request",
+        "runtime.supervisor.rollout_client:RolloutClient.__init__",
         "settings/test_instance.py::test_experts_are_recorded_only_to_be_replayed",
     ),
     "trainer.moe.auxiliary_loss": Row(
@@ -383,25 +388,25 @@ RUN: Table = {
         "runtime.supervisor.mismatch:limits",
         "runtime/test_mismatch.py::test_a_run_stops_before_it_publishes_and_can_be_resumed",
     ),
-    "evaluation": Row("runtime.supervisor.run:Run._evaluate", why=SECTION),
+    "evaluation": Row("runtime.supervisor.run:Run._wire", why=SECTION),
     "evaluation.every": Row(
-        "runtime.supervisor.noting:Noting.evaluate",
+        "runtime.supervisor.run:Run._evaluation",
         "settings/test_supervisor.py::test_versions_are_evaluated_as_often_as_told",
     ),
     "evaluation.data": Row(
-        "runtime.supervisor.evaluation:held_out_problems",
+        "runtime.supervisor.held_out:held_out_problems",
         "settings/test_supervisor.py::test_evaluation_may_have_data_of_its_own",
     ),
     "evaluation.samples": Row(
-        "runtime.supervisor.run:Run._evaluate",
+        "runtime.supervisor.run:Run._evaluation",
         "settings/test_sampling.py::test_evaluation_samples_as_its_own_settings_say",
     ),
     "evaluation.temperature": Row(
-        "runtime.supervisor.run:Run._evaluate",
+        "runtime.supervisor.run:Run._evaluation",
         "settings/test_sampling.py::test_evaluation_samples_as_its_own_settings_say",
     ),
     "evaluation.success_threshold": Row(
-        "runtime.supervisor.run:Run._evaluate", "settings/test_supervisor.py::test_what_counts_as_right_is_as_told"
+        "runtime.supervisor.run:Run._evaluation", "settings/test_supervisor.py::test_what_counts_as_right_is_as_told"
     ),
     "checkpoint": Row("runtime.workers.trainer:TrainerWorker._handle", why=SECTION),
     "checkpoint.every": Row(
@@ -426,7 +431,7 @@ RUN: Table = {
         "runtime.supervisor.trackers:trackers", "settings/test_supervisor.py::test_figures_go_where_logging_says"
     ),
     "logging.samples": Row(
-        "runtime.supervisor.noting:Noting._write_samples",
+        "runtime.supervisor.run:Run._wire",
         "settings/test_supervisor.py::test_so_many_groups_are_written_as_samples",
     ),
     "supervision": Row("runtime.launch.process_manager:ProcessManager.lost", why=SECTION),
@@ -474,7 +479,7 @@ RUN: Table = {
         "runtime/test_room.py::test_a_trainer_on_any_node_can_not_publish_in_memory",
     ),
     "seed": Row(
-        "runtime.supervisor.doing:Doing.__init__",
+        "runtime.supervisor.rollout_client:RolloutClient.__init__",
         "settings/test_sampling.py::test_the_same_settings_give_the_same_tokens_and_another_seed_others",
     ),
     "threads": Row(

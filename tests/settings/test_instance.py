@@ -59,7 +59,7 @@ def test_tokens_are_reported_as_often_as_told(base: Path) -> None:
         while part.engine.busy:
             part.instance._take(part.engine.step())
         # The first and the last report may be shorter or longer by what fell into their step.
-        assert {len(said.tokens) // 4 for said in part.instance._said[1:-1]} == {every}
+        assert {len(chunk) for chunk in part.instance._chunks[1:-1]} == {every}
 
 
 def test_kernels_are_those_asked_for(base: Path) -> None:
@@ -94,13 +94,13 @@ def test_an_instance_speaks_once_a_heartbeat(base: Path) -> None:
         part.line.said.clear()
         for _ in range(3):
             part.instance._send()
-        assert len(part.line.of(m.Report)) == reports
+        assert len(part.line.of(m.RolloutReport)) == reports
 
 
 def test_experts_are_recorded_only_to_be_replayed(base: Path) -> None:
     """`trainer.moe.replay_routing`, of a mixture."""
     for replay in (True, False):
         with supervisor(base, at("trainer.moe.replay_routing", replay)) as part:
-            part.run.text.mixture = True
+            part.run.tokenization.mixture = True
             part.begin()
             assert {request.record_experts for request in part.requests()} == {replay}

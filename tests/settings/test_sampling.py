@@ -85,14 +85,14 @@ def test_evaluation_samples_as_its_own_settings_say(base: Path) -> None:
     with supervisor(base, changes) as part:
         publish(part.folder)
         part.begin()
-        world: Any = part.run.world
-        process = next(one for one in world._parts.processes.workers if one.worker_id == "evaluator")
+        world: Any = part.run.supervisor
+        process = next(one for one in world._processes.workers if one.worker_id == "evaluator")
         spec = InstanceSpec(instance="evaluator.1", max_requests=4, kv_tokens=1000)
-        world._hearing.take(process, m.RolloutReady(spec=spec, kernels="torch"))
+        world.receive(process, m.RolloutReady(spec=spec, kernels="torch"))
         loaded = e.SlotLoaded(slot=SlotId("evaluator.1", 0), version=0, fingerprint="v0")
-        world._hearing.take(process, m.Report(events=(loaded,)))
+        world.receive(process, m.RolloutReport(events=(loaded,)))
         (submit,) = part.told("evaluator", m.SubmitRequests)
-        held_out = [part.run.text.encode(problem) for problem in part.run.dataset.held_out]
+        held_out = [part.run.tokenization.encode(problem) for problem in part.run.dataset.held_out]
         limit = part.run.config.control.max_response_tokens
     assert [request.prompt for request in submit.requests] == [prompt for prompt in held_out for _ in range(3)]
     wanted = Sampling(max_tokens=limit, temperature=0.25, top_p=0.9, top_k=4, min_p=0.01, stop_ids=(END,), seed=1)

@@ -7,7 +7,6 @@ import json
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,14 +70,14 @@ def test_the_run_is_where_it_was_told_to_be(base: Path, tmp_path: Path) -> None:
 
 def test_a_process_is_restarted_as_often_and_as_late_as_told(base: Path) -> None:
     with supervisor(base, {"supervision": {"restarts": 2, "backoff_seconds": 100.0}}) as part:
-        world: Any = part.run.world
+        world: Any = part.run.supervisor
         process = part.process("i0")
         for pause in (100.0, 200.0):
             before = time.monotonic()
-            world._lost(process, "it is lost")
+            world.worker_lost(process, "it is lost")
             assert before + pause <= process.restart_at <= time.monotonic() + pause
             assert not process.given_up
-        world._lost(process, "it is lost")
+        world.worker_lost(process, "it is lost")
         assert process.given_up
 
 
@@ -86,9 +85,9 @@ def test_an_instance_that_is_silent_for_a_heartbeat_is_lost(base: Path) -> None:
     for heartbeat, lost in ((50.0, True), (5000.0, False)):
         with supervisor(base, at("control.deadlines.heartbeat", heartbeat)) as part:
             part.begin()
-            for one in part.run.world._parts.processes.workers:
+            for one in part.run.supervisor._processes.workers:
                 one.last_message_at = time.monotonic() - (500.0 if one.worker_id == "i0" else 0.0)
-            part.run.world._look()
+            part.run.supervisor._maintain()
             part.happen()
             assert (part.process("i0").restart_at is not None) is lost
             assert part.process("i1").restart_at is None
@@ -145,7 +144,7 @@ def test_prompts_come_in_the_order_of_the_data_settings(base: Path) -> None:
     def asked(**data: Any) -> list[tuple[int, ...]]:
         with supervisor(base, ONE, {"data": data}) as part:
             part.begin(**ROOMY)
-            rows = [part.run.text.encode(problem) for problem in part.run.dataset.train]
+            rows = [part.run.tokenization.encode(problem) for problem in part.run.dataset.train]
             found = [submit.requests[0].prompt for submit in part.submits()]
         assert set(found) <= set(rows)
         assert (found == rows[: len(found)]) is not data.get("shuffle", True)
@@ -282,10 +281,10 @@ def test_a_question_is_due_after_its_timeout(base: Path) -> None:
     with supervisor(base, ONE, at("reward.timeout_seconds", 7.0)) as part:
         part.begin()
         part.generated(part.submits()[0])
-        assert {one.timeout for one in part.run.world._parts.judges._waiting} == {7.0}
+        assert {one.timeout for one in part.run.supervisor.reward.pool._waiting} == {7.0}
     with supervisor(base, ONE, TURNS, at("reward.timeout_seconds", 7.0)) as part:
         part.begin()
-        assert {one.timeout for one in part.run.world._parts.judges._waiting} == {11.0}
+        assert {one.timeout for one in part.run.supervisor.reward.pool._waiting} == {11.0}
 
 
 def test_a_judge_is_asked_so_many_questions_at_once(base: Path) -> None:
@@ -309,11 +308,11 @@ def test_versions_are_evaluated_as_often_as_told(base: Path) -> None:
     """Each second version, and the last."""
     changes = {"evaluation": {"every": 2}, "data": {"held_out": 2}, "control": {"steps": 5}}
     with supervisor(base, changes) as part:
-        world: Any = part.run.world
+        world: Any = part.run.supervisor
         asked: list[int] = []
-        world._parts.evaluation = SimpleNamespace(ask=lambda version, _: asked.append(version), pending=0)
+        world.evaluation.evaluate = asked.append
         for version in range(6):
-            world._noting.evaluate(version)
+            world.evaluation.version_published(version)
         assert asked == [0, 2, 4, 5]
 
 
@@ -322,7 +321,7 @@ def test_evaluation_may_have_data_of_its_own(base: Path) -> None:
     own = {"every": 1, "data": {"source": "task.py:problems", "params": {"count": 3}}}
     for evaluation, held_out, found in ((own, 2, 3), ({"every": 1}, 2, 2)):
         with supervisor(base, {"evaluation": evaluation, "data": {"held_out": held_out}}) as part:
-            evaluation_: Any = part.run.world._parts.evaluation
+            evaluation_: Any = part.run.supervisor.evaluation
             assert len(evaluation_._problems) == found
 
 
@@ -335,10 +334,10 @@ def test_what_counts_as_right_is_as_told(base: Path) -> None:
         part.hear(
             "evaluator", m.RolloutReady(spec=InstanceSpec(instance="e", max_requests=4, kv_tokens=100), kernels="")
         )
-        evaluation: Any = part.run.world._parts.evaluation
+        evaluation: Any = part.run.supervisor.evaluation
         for reward in (0.49, 0.5, 0.7, 1.0):
-            evaluation._score(evaluation._now, reward)
-        part.run.recorder.flush()
+            evaluation._scored(evaluation._running, reward)
+        part.run.metrics.flush()
         (record,) = [one for one in lines(part.folder.metrics) if "evaluation" in one]
     assert record["eval/held_out/accuracy"] == 0.75
 
@@ -350,7 +349,7 @@ def test_so_many_groups_are_written_as_samples(base: Path) -> None:
             for submit in part.submits()[:2]:
                 part.finish(submit)
             part.hear("trainer", m.StepMetrics(step=0, metrics={}))
-            part.run.recorder.flush()
+            part.run.metrics.flush()
             written = lines(part.folder.samples) if part.folder.samples.exists() else []
         assert len({record["group"] for record in written}) == samples
         assert len(written) == 2 * samples

@@ -77,7 +77,10 @@ def test_the_row_is_true(name: str, path: str) -> None:
 def test_what_is_read_is_found_and_what_is_not_is_not() -> None:
     """The search that the rows are checked with: a read through a property counts, one of another class does not."""
     assert "trainer.objective:micro_loss" in readers()["AlgorithmConfig", "clip_low"]
-    assert "runtime.supervisor.doing:Doing.__init__" in readers()["SamplingConfig", "top_p"]
-    assert "runtime.supervisor.run:Run._evaluate" in readers()["RewardConfig", "timeout_seconds"]
-    assert "runtime.supervisor.run:Run._evaluate" not in certain_readers()["EnvironmentConfig", "timeout_seconds"]
+    assert "runtime.supervisor.rollout_client:RolloutClient.__init__" in readers()["SamplingConfig", "top_p"]
+    assert "runtime.supervisor.reward_client:RewardClient.__init__" in readers()["RewardConfig", "timeout_seconds"]
+    assert (
+        "runtime.supervisor.reward_client:RewardClient.__init__"
+        not in certain_readers()["EnvironmentConfig", "timeout_seconds"]
+    )
     assert ("SamplingConfig", "top_q") not in readers()

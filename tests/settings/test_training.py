@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from dora_rl.core.tokens import TokenChunk
 from dora_rl.runtime.transport import messages as m
 from tests.runtime.making import merged
 from tests.settings.workers import InstancePart, TrainerPart, at, folder_of
@@ -72,7 +73,7 @@ SAME: list[tuple[str, Any]] = [
 ]
 
 
-def groups(first: int, version: int) -> tuple[m.TrainedGroup, ...]:
+def groups(first: int, version: int) -> tuple[m.SampledGroup, ...]:
     """Ragged groups off the policy by a little; the last has no signal."""
     random = np.random.default_rng(first)
     made = []
@@ -82,17 +83,23 @@ def groups(first: int, version: int) -> tuple[m.TrainedGroup, ...]:
         for sibling in range(3):
             response = random.integers(2, 15, random.integers(4, 40))
             siblings.append(
-                m.TrainedTrajectory(
+                m.SampledTrajectory(
                     id=number * 3 + sibling,
                     version=version,
                     prompt=prompt.astype(np.int32).tobytes(),
-                    response=response.astype(np.int32).tobytes(),
-                    logprobs=(-2.7 + 0.4 * random.standard_normal(len(response))).astype(np.float32).tobytes(),
+                    chunks=(
+                        TokenChunk.of(
+                            number * 3 + sibling,
+                            response,
+                            -2.7 + 0.4 * random.standard_normal(len(response)),
+                            version=version,
+                        ),
+                    ),
                     reward=1.0 if number == first + 3 else float(random.integers(0, 3)) + (sibling == 0),
                     stop_reason="stop",
                 )
             )
-        made.append(m.TrainedGroup(id=number, trajectories=tuple(siblings)))
+        made.append(m.SampledGroup(id=number, trajectories=tuple(siblings)))
     return tuple(made)
 
 
@@ -188,8 +195,8 @@ def test_engine_and_trainer_scale_an_adapter_alike(base: Path, alpha: int) -> No
         trainer.step(groups(0, 0))
         instance.load(1)
         assert trainer.step(said(instance, folder, 1))["mismatch_gap"] < 1e-4
-    assert b"".join(one.logprobs for one in fresh[0].trajectories) != b"".join(
-        one.logprobs for one in said(instance, folder, 1)[0].trajectories
+    assert b"".join(one.chunks[0].logprob_data for one in fresh[0].trajectories) != b"".join(
+        one.chunks[0].logprob_data for one in said(instance, folder, 1)[0].trajectories
     ), "the adapter has not moved, so this shows nothing"
 
 
@@ -211,17 +218,17 @@ def test_the_scale_of_an_adapter_is_alpha_over_rank(base: Path) -> None:
                 for target in (layer.self_attn.q_proj, layer.self_attn.v_proj):
                     target.weight += alpha / 2 * 2 * 0.05**2  # the rank is 2, so each entry of B @ A is 2 * 0.05^2
             for one in group.trajectories:
-                tokens = np.concatenate([np.frombuffer(part, np.int32) for part in (one.prompt, one.response)])
+                tokens = np.concatenate([np.frombuffer(one.prompt, np.int32), one.chunks[0].tokens])
                 table = plain(input_ids=torch.tensor(tokens[None].astype(np.int64))).logits[0].log_softmax(-1)
-                response = torch.tensor(np.frombuffer(one.response, np.int32).astype(np.int64))
+                response = torch.tensor(one.chunks[0].tokens.astype(np.int64))
                 wanted = table[-len(response) - 1 : -1].gather(1, response[:, None])[:, 0]
-                served = torch.tensor(np.frombuffer(one.logprobs, np.float32).copy())
+                served = torch.tensor(one.chunks[0].logprobs.copy())
                 assert torch.allclose(served, wanted, atol=1e-4)
-        found[alpha] = [one.logprobs for one in group.trajectories]
+        found[alpha] = [one.chunks[0].logprob_data for one in group.trajectories]
     assert found[8] != found[16]
 
 
-def said(instance: InstancePart, folder: Any, version: int) -> tuple[m.TrainedGroup, ...]:
+def said(instance: InstancePart, folder: Any, version: int) -> tuple[m.SampledGroup, ...]:
     """A group that the instance says, as the trainer gets it."""
     from dora_rl.engine.requests import Request
 
@@ -231,15 +238,14 @@ def said(instance: InstancePart, folder: Any, version: int) -> tuple[m.TrainedGr
     requests = tuple(Request(trajectory=one, version=version, prompt=prompt, sampling=sampling) for one in numbers)
     tokens = instance.answer(m.SubmitRequests(slot=0, requests=requests))
     return (
-        m.TrainedGroup(
+        m.SampledGroup(
             id=25 * (version + 1),
             trajectories=tuple(
-                m.TrainedTrajectory(
+                m.SampledTrajectory(
                     id=one,
                     version=version,
                     prompt=np.asarray(prompt, dtype=np.int32).tobytes(),
-                    response=np.asarray(tokens[one], dtype=np.int32).tobytes(),
-                    logprobs=np.asarray(instance.logprobs[one], dtype=np.float32).tobytes(),
+                    chunks=(TokenChunk.of(one, tokens[one], instance.logprobs[one], version=version),),
                     reward=float(place),
                     stop_reason="stop",
                 )

@@ -17,7 +17,6 @@ from typing import Any
 from unittest import mock
 
 import msgspec
-import numpy as np
 
 from dora_rl.core import commands as c
 from dora_rl.core import events as e
@@ -107,7 +106,7 @@ class TrainerPart:
     def __exit__(self, *_: object) -> None:
         self.process._lock.close()
 
-    def step(self, groups: tuple[m.TrainedGroup, ...]) -> dict[str, float]:
+    def step(self, groups: tuple[m.SampledGroup, ...]) -> dict[str, float]:
         """One step as the supervisor asks for it; its metrics."""
         number = self.trainer.version
         self.process._handle(m.TrainGroups(step=number, attempt=0, groups=groups))
@@ -150,11 +149,11 @@ class InstancePart:
         self.instance._send(force=True)
         said: dict[int, list[int]] = {request.trajectory: [] for request in submit.requests}
         self.logprobs: dict[int, list[float]] = {number: [] for number in said}
-        for report in self.line.of(m.Report):
-            for part in report.said:
-                said[part.trajectory] += np.frombuffer(part.tokens, dtype=np.int32).tolist()
-                self.logprobs[part.trajectory] += np.frombuffer(part.logprobs, dtype=np.float32).tolist()
-        self.ended = {one.trajectory: one.reason for report in self.line.of(m.Report) for one in report.ended}
+        for report in self.line.of(m.RolloutReport):
+            for chunk in report.chunks:
+                said[chunk.trajectory] += chunk.tokens.tolist()
+                self.logprobs[chunk.trajectory] += chunk.logprobs.tolist()
+        self.ended = {one.trajectory: one.reason for report in self.line.of(m.RolloutReport) for one in report.ended}
         self.line.said.clear()
         return said
 
@@ -234,9 +233,9 @@ class SupervisorPart:
         self.notices: list[str] = []
         self.commands: list[c.Command] = []
         """All that the orchestrator has asked for."""
-        self.run = Run(folder, machine=Empty(seats=self.backend), notice=self.notices.append)
+        self.run = Run(folder, machine=Empty(seats=self.backend), notify=self.notices.append)
         backend: Any = self.backend
-        self.run.world.begin(Scaling(folder, backend))
+        self.run.supervisor.start(Scaling(folder, backend))
 
     @property
     def ledger(self) -> Ledger:
@@ -244,9 +243,9 @@ class SupervisorPart:
 
     def happen(self, *events: e.Event) -> None:
         """These happen, and all that follows from them at once."""
-        world: Any = self.run.world
+        world: Any = self.run.supervisor
         for event in events:
-            world._happen(event)
+            world.emit(event)
         while world._events:
             event, now = world.next_event(None)
             commands = self.run.orchestrator.step(event, now)
@@ -260,7 +259,7 @@ class SupervisorPart:
         self.happen(e.Published(version=0, attempt=1, fingerprint="v0"))
         for place, seat in list(self.backend.seats.items()):
             if seat.role == "instance" and place != "evaluator":
-                self.happen(e.InstanceJoined(spec=InstanceSpec(instance=f"{place}.1", **room)))
+                self.hear(place, m.RolloutReady(spec=InstanceSpec(instance=f"{place}.1", **room), kernels=""))
                 self.happen(e.SlotLoaded(slot=SlotId(f"{place}.1", 0), version=0, fingerprint="v0"))
 
     def requests(self) -> list[Any]:
@@ -268,13 +267,13 @@ class SupervisorPart:
 
     def process(self, worker_id: str) -> Any:
         """The supervisor's end of a place."""
-        world: Any = self.run.world
-        return next(one for one in world._parts.processes.workers if one.worker_id == worker_id)
+        world: Any = self.run.supervisor
+        return next(one for one in world._processes.workers if one.worker_id == worker_id)
 
     def hear(self, place: str, message: m.Message) -> None:
         """A process says something."""
-        world: Any = self.run.world
-        world._hearing.take(self.process(place), message)
+        world: Any = self.run.supervisor
+        world.receive(self.process(place), message)
         self.happen()
 
     def generated(self, submit: m.SubmitRequests, place: str = "i0") -> None:

@@ -155,7 +155,7 @@ def respond(evaluation: Evaluation, samples: int) -> list[Response]:
     from dora_rl.envs.rewards import RewardScorer
     from dora_rl.models.loading import load
     from dora_rl.models.sources import MemoryWeights
-    from dora_rl.runtime.supervisor.evaluation import held_out_problems
+    from dora_rl.runtime.supervisor.held_out import held_out_problems
     from dora_rl.runtime.tokenization import Tokenization
 
     config = evaluation.config
@@ -185,7 +185,7 @@ def _generate(
 ) -> list[array[int] | None]:
     """The tokens of each response; None if the engine can't serve the request."""
     from dora_rl.engine.requests import Request
-    from dora_rl.runtime.supervisor.evaluation import first_trajectory
+    from dora_rl.runtime.supervisor.held_out import first_trajectory
 
     sampling = evaluation.config.request_sampling(stop_ids, temperature=evaluation.config.evaluation.temperature)
     count = len(prompts) * samples

@@ -48,12 +48,12 @@ class ProgressPanel:
         self._seen = 0
         """Steps of this process that the values below include."""
         # A resumed run has earlier steps, which the recorder of this process does not have.
-        past = read_metrics(run.folder)
+        past = read_metrics(run.run_dir)
         self._rewards = [one[REWARD] for one in past.steps.values()]
         self._accuracy = [(version, one[ACCURACY]) for version, one in past.evaluations.items()]
         self._evaluated = 0
-        self._staleness = read_facts(run.folder).staleness
-        self._time, _ = totals(read_activity(run.folder).windows)
+        self._staleness = read_facts(run.run_dir).staleness
+        self._time, _ = totals(read_activity(run.run_dir).windows)
         self._recent: deque[tuple[float, float]] = deque(maxlen=_RECENT)
         """Tokens and seconds of each recent step."""
         self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
@@ -94,7 +94,7 @@ class ProgressPanel:
 
     def _catch_up(self) -> bool:
         """Read new values from the recorder; True if a step has ended."""
-        recorder = self._run.recorder
+        recorder = self._run.metrics
         fresh = recorder.steps > self._seen
         if fresh:
             # If several steps have ended, the earlier ones get the reward of the last; the files have each value.
@@ -110,7 +110,7 @@ class ProgressPanel:
 
     def line(self) -> str:
         """One line about the last step."""
-        last = self._run.recorder.last
+        last = self._run.metrics.last
         parts = [f"steps done {self._done}{self._asked}", f"reward {self._rewards[-1]:.3f}"]
         if self._accuracy:
             parts.append("accuracy {1:.1%} (v{0})".format(*self._accuracy[-1]))
@@ -140,7 +140,7 @@ class ProgressPanel:
         return bar
 
     def _rows(self) -> list[tuple[str, str]]:
-        recorder = self._run.recorder
+        recorder = self._run.metrics
         rows = []
         if self._rewards:
             rows.append(("reward", f"{self._rewards[-1]:.3f}  {sparks(self._rewards)}"))
@@ -169,7 +169,7 @@ class ProgressPanel:
         return "  ".join(named) + "  requests" if named else "no requests"
 
     def _trainer(self) -> str:
-        activity = self._run.recorder.trainer.current
+        activity = self._run.metrics.trainer_time.current
         if activity.label is not ActivityLabel.IDLE:
             activity_text = {ActivityLabel.TRAIN: "training step", ActivityLabel.PUBLISH: "publishing version"}.get(
                 activity.label, activity.label.value
@@ -193,10 +193,10 @@ class ProgressPanel:
 
     @property
     def _occupancy(self) -> float:
-        return occupancy(self._time + self._run.recorder.time)
+        return occupancy(self._time + self._run.metrics.time)
 
     def _left(self) -> str:
-        elapsed = duration(self._run.world.now() / SECOND)
+        elapsed = duration(self._run.supervisor.now() / SECOND)
         steps = self._run.config.control.steps
         if not self._recent:
             return "starting"

@@ -176,10 +176,10 @@ def run_to_end(
     from dora_rl.apps.progress_panel import ProgressPanel
 
     def interrupt(*_: object) -> None:
-        if run.world.stopping:
+        if run.supervisor.stopping:
             console.show_cursor()  # the panel hides it
             os._exit(INTERRUPTED)  # the workers end with their supervisor
-        run.world.stopping = True
+        run.supervisor.stopping = True
         # In another thread: the interrupt may have come in the middle of a line, which would be printed twice.
         text = STOPPING
         threading.Thread(target=say, args=(text,)).start()
@@ -187,11 +187,11 @@ def run_to_end(
     before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         with ProgressPanel(run, console) as watch:
-            run.go(watch)
+            run.run(watch)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    _end(folder, console, finished=run.orchestrator.finished or not run.world.stopping)
+    _end(folder, console, finished=run.orchestrator.finished or not run.supervisor.stopping)
 
 
 def _make_run(
@@ -211,7 +211,7 @@ def _make_run(
         from dora_rl.runtime.supervisor.run import Run
 
         return Run(
-            folder, notice=say, bound=bound, machine=Machine(fork_server=fork_server.with_log), prepared=prepared
+            folder, notify=say, bound=bound, machine=Machine(fork_server=fork_server.with_log), prepared=prepared
         )
     except BaseException:
         fork_server.close()

@@ -22,7 +22,7 @@ from dora_rl.models.text import model_context
 from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.packages import need_packages
 from dora_rl.runtime.run_dir import unwritable
-from dora_rl.runtime.supervisor.evaluation import held_out_problems
+from dora_rl.runtime.supervisor.held_out import held_out_problems
 from dora_rl.runtime.tokenization import Tokenization
 from dora_rl.runtime.trial import Trial
 
@@ -33,7 +33,7 @@ _MAX_PROMPTS = 1000
 class Prepared(NamedTuple):
     """What the checks have read."""
 
-    text: Tokenization
+    tokenization: Tokenization
     dataset: Dataset
     held_out: Sequence[Problem] | None
     """Problems of evaluations; None if the run has no evaluations."""

@@ -1,41 +1,41 @@
-"""Trajectories of several turns: the policy speaks, parks with its KV, and goes on after what its environment said.
+"""Multi-turn trajectories: the policy takes a turn, parks with its KV, and continues after the environment's turn.
 
-    Parked --text--> judge --observation--> books --tokens--> the instance that has it now --> Unparked
-                       `---done--> End --> Generated --> Score --> the session's verdict
+    Parked --text--> reward worker --observation--> trajectory store --tokens--> the instance that has it --> Unparked
+                          `--done--> EndRequest --> Generated --> Score --> final reward of the session
 
 Invariants:
-- what an environment says is in the books before anybody acts on it, so wherever the trajectory goes on, it is there;
-- a turn that waits for its environment is not decoded, also if its instance is lost meanwhile;
-- a session that is lost with its process is played again from the texts so far; if it answers otherwise than before,
-  the trajectory has failed;
-- what is said of a former attempt is ignored: the trajectory is somewhere else by now;
-- the orchestrator hears `Unparked` once for each `Parked`.
+- an observation is stored before anything acts on it, so the trajectory has it wherever it continues;
+- a trajectory that waits for its environment is not decoded, also if its instance is lost meanwhile;
+- a session that is lost with its worker is replayed from the turns so far; if its observations differ from the recorded
+  ones, the trajectory fails;
+- reports of a former attempt are ignored: the trajectory is somewhere else by then;
+- the orchestrator receives one `Unparked` for each `Parked`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, NamedTuple, Protocol
 
 import msgspec
 
+from dora_rl.core import commands as c
 from dora_rl.core import events as e
 from dora_rl.core.tokens import TokenChunk
-from dora_rl.core.types import Attempt, InstanceId, SlotId, TrajectoryId
-from dora_rl.runtime.supervisor.reward_client import RewardClient
+from dora_rl.core.types import Attempt, GroupId, InstanceId, SlotId, TrajectoryId
+from dora_rl.runtime.supervisor.reward_client import RewardPool, RewardReply
 from dora_rl.runtime.supervisor.trajectory_store import GroupEntry, TrajectoryEntry
 from dora_rl.runtime.tokenization import Tokenization
 from dora_rl.runtime.transport import messages as m
 
-if TYPE_CHECKING:
-    from dora_rl.runtime.launch.process_manager import WorkerProcess
-
-Submit = Callable[[TrajectoryId, SlotId], None]
-_OTHERWISE = "its environment was lost, and answered otherwise when it was played again"
+_DIVERGED = "its environment was lost, and gave other observations when it was replayed"
 
 
 class Trajectories(Protocol):
-    """What is known of the trajectories."""
+    """The trajectories that have sessions."""
+
+    @property
+    def groups(self) -> Mapping[GroupId, GroupEntry]: ...
 
     def find(self, trajectory: TrajectoryId) -> TrajectoryEntry | None: ...
 
@@ -44,241 +44,272 @@ class Trajectories(Protocol):
     def group_of(self, trajectory: TrajectoryId) -> GroupEntry: ...
 
 
-class Written(Protocol):
-    """Where what was said is written down."""
+class TokenLog(Protocol):
+    """Where observations are recorded: the ledger."""
 
-    def append_tokens(self, chunks: list[TokenChunk], ended: list[tuple[TrajectoryId, str]]) -> None: ...
+    def append_tokens(self, chunks: Sequence[TokenChunk], ended: Sequence[tuple[TrajectoryId, str]]) -> None: ...
+
+
+class Instances(Protocol):
+    """Where the trajectories generate."""
+
+    def resume(self, trajectory: TrajectoryId, slot: SlotId) -> None:
+        """Submit a trajectory to a slot with its tokens so far."""
+        ...
+
+    def send(self, instance: InstanceId, message: m.Message) -> bool:
+        """Send to an instance; False if it is gone."""
+        ...
+
+
+class SessionLimits(NamedTuple):
+    """How long a trajectory and an answer of its environment may be."""
+
+    response_tokens: int
+    context: int
+    """Tokens of prompt and response together."""
+    timeout: float
+    """Seconds for each call of the environment."""
 
 
 class EnvSessions:
-    """The turns of a run's trajectories, or of an evaluation's."""
+    """The sessions of a run's trajectories, or of an evaluation's."""
+
+    commands: ClassVar[tuple[type[c.Command], ...]] = (c.StartGroup, c.Resume, c.Score, c.FailTrajectory)
+    """With an environment, these commands start here."""
 
     def __init__(
         self,
-        books: Trajectories,
-        text: Tokenization,
-        judges: RewardClient,
-        ledger: Written,
-        find: Callable[[str], WorkerProcess | None],
-        submit: Submit,
-        happen: Callable[[e.Event], None],
-        most_tokens: int,
-        most_context: int,
-        timeout: float,
+        trajectories: Trajectories,
+        tokenization: Tokenization,
+        pool: RewardPool,
+        log: TokenLog,
+        instances: Instances,
+        emit: Callable[[e.Event], None],
+        limits: SessionLimits,
+        on_score: Callable[[TrajectoryId, RewardReply], None],
         first_session: int = 0,
     ) -> None:
-        """A trajectory's session has its number, counted from `first_session`."""
-        self._books = books
-        self._text = text
-        self._judges = judges
-        self._ledger = ledger
-        self._find = find
-        self._submit = submit
-        self._happen = happen
-        self._most_tokens = most_tokens
-        self._most_context = most_context
-        self._timeout = timeout
+        """A session is numbered like its trajectory, counted from `first_session`."""
+        self._trajectories = trajectories
+        self._tokenization = tokenization
+        self._pool = pool
+        self._log = log
+        self._instances = instances
+        self._emit = emit
+        self._limits = limits
+        self._on_score = on_score
         self._first_session = first_session
-        self._place: dict[TrajectoryId, SlotId] = {}
-        """Where it is, or is to go on."""
+        self._slots: dict[TrajectoryId, SlotId] = {}
+        """Where each trajectory is, or will continue."""
         self._waiting: dict[TrajectoryId, bool] = {}
-        """Those whose environment is asked: is their KV parked at their place?"""
-        self._told: set[TrajectoryId] = set()
-        """Those that the orchestrator knows to be parked."""
-        self._unheard: set[TrajectoryId] = set()
-        """Those that were being moved when they should have gone on."""
+        """Trajectories that wait for their environment, and whether their KV is parked in their slot."""
+        self._reported: set[TrajectoryId] = set()
+        """Trajectories that the orchestrator knows to be parked."""
+        self._undelivered: set[TrajectoryId] = set()
+        """Trajectories that were being moved when they should have continued."""
         self._texts: dict[TrajectoryId, list[str]] = {}
-        """What the policy said in turns that were answered."""
+        """The policy's turns that the environment has answered."""
 
-    # -- what happens to a trajectory -------------------------------------------------------------------------
+    def execute(self, command: c.Command) -> None:
+        match command:
+            case c.StartGroup(group=group, slot=slot):
+                for trajectory in self._trajectories.groups[group].trajectories:
+                    self.start(trajectory, slot)
+            case c.Resume(trajectory=trajectory, attempt=attempt, slot=slot):
+                if self._trajectories.trajectory(trajectory).ended is None:
+                    self.resume(trajectory, attempt, slot)
+                else:
+                    self._instances.resume(trajectory, slot)
+            case c.Score(trajectory=trajectory):
+                self.score(trajectory)
+            case c.FailTrajectory(trajectory=trajectory):
+                self.fail(trajectory)
+            case _:
+                raise AssertionError(f"not a command for sessions: {command}")
+
+    # -- the life of a session --------------------------------------------------------------------------------
 
     def start(self, trajectory: TrajectoryId, slot: SlotId) -> None:
-        """Begin its environment, then submit it."""
-        self._place[trajectory] = slot
-        self._ask(trajectory, parked=False)
+        """Reset the environment, then submit the trajectory."""
+        self._slots[trajectory] = slot
+        self._step(trajectory, parked=False)
 
     def resume(self, trajectory: TrajectoryId, attempt: Attempt, slot: SlotId) -> None:
-        """It lost its place; at the new one it goes on when its environment has answered."""
-        self._place[trajectory] = slot
-        self._unheard.discard(trajectory)
-        self._told.discard(trajectory)
-        book = self._books.trajectory(trajectory)
+        """The trajectory lost its slot; in the new one it continues when its environment has answered."""
+        self._slots[trajectory] = slot
+        self._undelivered.discard(trajectory)
+        self._reported.discard(trajectory)
+        entry = self._trajectories.trajectory(trajectory)
         if trajectory in self._waiting:
             self._waiting[trajectory] = False
-        elif not book.response or self._text.stopped(book.last_said(observed=False)):
-            self._ask(trajectory, parked=False)
+        elif not entry.length or self._tokenization.stopped(entry.last_turn(sampled=True)):
+            self._step(trajectory, parked=False)
         else:
-            self._submit(trajectory, slot)
+            self._instances.resume(trajectory, slot)
             return
-        self._told.add(trajectory)
-        self._happen(e.Parked(trajectory=trajectory, attempt=attempt, kv_tokens=None))
+        self._reported.add(trajectory)
+        self._emit(e.Parked(trajectory=trajectory, attempt=attempt, kv_tokens=None))
 
     def moved(self, event: e.Moved) -> None:
-        """They are somewhere else now. What was said to their former place got lost on the way: say it again."""
+        """Trajectories have another slot now; messages that missed them on the way are sent again."""
         for trajectory, attempt in zip(event.trajectories, event.attempts, strict=True):
             if not self._current(trajectory, attempt):
                 continue
-            self._place[trajectory] = event.target
-            if trajectory not in self._waiting and trajectory in self._unheard:
-                self._go_on(trajectory)
+            self._slots[trajectory] = event.target
+            if trajectory not in self._waiting and trajectory in self._undelivered:
+                self._continue(trajectory)
 
     def parked(self, event: e.Parked) -> None:
-        """A turn has ended; the orchestrator hears it too."""
-        self._happen(event)
+        """A turn of the policy has ended; the orchestrator learns that too."""
+        self._emit(event)
         if self._current(event.trajectory, event.attempt):
-            self._told.add(event.trajectory)
-            self._ask(event.trajectory, parked=True)
+            self._reported.add(event.trajectory)
+            self._step(event.trajectory, parked=True)
 
-    def failed(self, trajectory: TrajectoryId) -> None:
-        """It is over, and nobody will ask for its verdict."""
-        self._forget(trajectory)
-        self._judges.drop(self._first_session + trajectory)
-
-    def refused(self, trajectory: TrajectoryId, attempt: Attempt, by: InstanceId) -> None:
-        """An instance did not have it parked: it is being moved, or has been; where it arrives it is told again."""
+    def not_parked(self, trajectory: TrajectoryId, attempt: Attempt, instance: InstanceId) -> None:
+        """An instance does not have the trajectory: it is being moved, or has been, and continues where it arrives."""
         if not self._current(trajectory, attempt):
             return
-        place = self._place.get(trajectory)
-        if place is not None and place.instance != by:
-            self._go_on(trajectory)
-        elif place is not None:
-            self._unheard.add(trajectory)
+        slot = self._slots.get(trajectory)
+        if slot is not None and slot.instance != instance:
+            self._continue(trajectory)
+        elif slot is not None:
+            self._undelivered.add(trajectory)
 
-    def score(self, trajectory: TrajectoryId, answer: Callable[[m.ScoreResult], None]) -> None:
-        """The verdict of its session; it has no turn to come."""
-        finish = self._play(trajectory, finish=True)
+    def score(self, trajectory: TrajectoryId) -> None:
+        """Finish the session and report its final reward; the trajectory has no further turn."""
+        finish = self._request(trajectory, finish=True)
         self._forget(trajectory)
-        self._judges.ask(
+        self._pool.request(
             finish,
-            lambda reply: answer(self._verdict(trajectory, _judged(reply))),
-            self._timeout,
+            lambda reply: self._on_score(trajectory, self._checked(trajectory, reply)),
+            self._limits.timeout,
             self._first_session + trajectory,
         )
+
+    def fail(self, trajectory: TrajectoryId) -> None:
+        """The trajectory has failed: close its session."""
+        self._forget(trajectory)
+        self._pool.close_session(self._first_session + trajectory)
 
     # -- inside -----------------------------------------------------------------------------------------------
 
     def _current(self, trajectory: TrajectoryId, attempt: Attempt) -> bool:
-        book = self._books.find(trajectory)
-        return book is not None and book.attempt == attempt and not book.failed
+        entry = self._trajectories.find(trajectory)
+        return entry is not None and entry.attempt == attempt and not entry.failed
 
     def _forget(self, trajectory: TrajectoryId) -> None:
-        """It has no turn to come."""
-        self._place.pop(trajectory, None)
+        self._slots.pop(trajectory, None)
         self._waiting.pop(trajectory, None)
-        self._told.discard(trajectory)
-        self._unheard.discard(trajectory)
+        self._reported.discard(trajectory)
+        self._undelivered.discard(trajectory)
         self._texts.pop(trajectory, None)
 
-    def _verdict(self, trajectory: TrajectoryId, verdict: m.ScoreResult) -> m.ScoreResult:
-        """A session that answered otherwise when it was played again is worth nothing."""
-        if self._books.find(trajectory) is None or self._as_before(trajectory, verdict.replayed):
-            return verdict
-        return msgspec.structs.replace(verdict, reward=None, failed=_OTHERWISE)
+    def _checked(self, trajectory: TrajectoryId, reply: RewardReply) -> RewardReply:
+        """The final reward, unless the session had to be replayed and diverged."""
+        assert isinstance(reply, m.ScoreResult)
+        if self._trajectories.find(trajectory) is None or self._replayed_alike(trajectory, reply.replayed):
+            return reply
+        return msgspec.structs.replace(reply, reward=None, failed=_DIVERGED)
 
-    def _ask(self, trajectory: TrajectoryId, *, parked: bool) -> None:
+    def _step(self, trajectory: TrajectoryId, *, parked: bool) -> None:
         self._waiting[trajectory] = parked
-        message = self._play(trajectory, finish=False)
+        request = self._request(trajectory, finish=False)
         session = self._first_session + trajectory
-        self._judges.ask(message, lambda reply: self._answered(trajectory, reply), self._timeout, session)
+        self._pool.request(request, lambda reply: self._answered(trajectory, reply), self._limits.timeout, session)
 
-    def _play(self, trajectory: TrajectoryId, *, finish: bool) -> m.EnvRequest:
-        book = self._books.trajectory(trajectory)
+    def _request(self, trajectory: TrajectoryId, *, finish: bool) -> m.EnvRequest:
+        entry = self._trajectories.trajectory(trajectory)
         settled = self._texts.setdefault(trajectory, [])
-        said = book.spans(observed=False, first=len(settled))
-        if finish and book.ended != "environment":
-            said = said[:-1]  # cut off: its environment was never told
-        texts = [self._text.decode(tokens) for tokens in said]
-        # All turns but the last are settled: they need not be decoded again at each turn.
-        play = m.EnvRequest(
+        turns = entry.turns(sampled=True, first=len(settled))
+        if finish and entry.ended != "environment":
+            turns = turns[:-1]  # the last turn was cut off, so the environment never received it
+        texts = [self._tokenization.decode(tokens) for tokens in turns]
+        request = m.EnvRequest(
             item=0,
             session=self._first_session + trajectory,
-            problem=self._books.group_of(trajectory).problem,
+            problem=self._trajectories.group_of(trajectory).problem,
             texts=(*settled, *texts),
-            tokens=tuple(said[-1]) if said else (),
+            tokens=tuple(turns[-1]) if turns else (),
             finish=finish,
         )
-        settled += texts[:-1]
-        return play
+        settled += texts[:-1]  # all turns but the last are settled: they are not decoded again at each turn
+        return request
 
-    def _answered(self, trajectory: TrajectoryId, reply: m.ScoreResult | m.EnvResult) -> None:
-        book = self._books.find(trajectory)
-        if book is None or book.failed or trajectory not in self._waiting:
+    def _answered(self, trajectory: TrajectoryId, reply: RewardReply) -> None:
+        entry = self._trajectories.find(trajectory)
+        if entry is None or entry.failed or trajectory not in self._waiting:
             return
-        said = self._said(reply)
-        trouble = self._trouble(trajectory, reply, len(said))
-        if trouble:
-            self.failed(trajectory)
-            self._happen(e.TrajectoryFailed(trajectory=trajectory, reason=trouble))
+        observation = self._observation(reply)
+        failure = self._failure(trajectory, reply, len(observation))
+        if failure:
+            self.fail(trajectory)
+            self._emit(e.TrajectoryFailed(trajectory=trajectory, reason=failure))
             return
         assert isinstance(reply, m.EnvResult)
-        over = reply.done or not self._fits(trajectory, len(said) + 1)
-        if over:
-            book.ended = "environment"
-            self._ledger.append_tokens([], [(trajectory, "environment")])
-        elif said:
-            self._observe(trajectory, said)
+        if reply.done or not self._fits(trajectory, len(observation) + 1):
+            entry.ended = "environment"
+            self._log.append_tokens([], [(trajectory, "environment")])
+        elif observation:
+            self._observe(trajectory, observation)
         if self._waiting.pop(trajectory):
-            self._go_on(trajectory)
+            self._continue(trajectory)
         else:
-            self._submit(trajectory, self._place[trajectory])
-        if trajectory in self._told:
-            self._told.discard(trajectory)
-            self._happen(e.Unparked(trajectory=trajectory, attempt=book.attempt, kv_tokens=None))
+            self._instances.resume(trajectory, self._slots[trajectory])
+        if trajectory in self._reported:
+            self._reported.discard(trajectory)
+            self._emit(e.Unparked(trajectory=trajectory, attempt=entry.attempt, kv_tokens=None))
 
-    def _trouble(self, trajectory: TrajectoryId, reply: m.ScoreResult | m.EnvResult, said: int) -> str:
-        """Why it can't go on after this."""
+    def _failure(self, trajectory: TrajectoryId, reply: RewardReply, observed: int) -> str:
+        """Why the trajectory can't continue after this answer; empty if it can."""
         if isinstance(reply, m.ScoreResult) or reply.failed is not None:
             return reply.failed or "the environment failed"
-        if not self._as_before(trajectory, reply.replayed):
-            return _OTHERWISE
-        opening = not self._books.trajectory(trajectory).response
-        fits = self._fits(trajectory, said + 1)
+        if not self._replayed_alike(trajectory, reply.replayed):
+            return _DIVERGED
+        opening = not self._trajectories.trajectory(trajectory).length
+        fits = self._fits(trajectory, observed + 1)
         if opening and not fits:
-            return "environment, reset: what it said leaves no room for a response"
-        if not opening and not said and not reply.done and fits:
-            return "environment, step: it said nothing, though it is not done"
+            return "environment, reset: its observation leaves no room for a response"
+        if not opening and not observed and not reply.done and fits:
+            return "environment, step: it returned no observation, though it is not done"
         return ""
 
-    def _said(self, reply: m.ScoreResult | m.EnvResult) -> tuple[int, ...]:
-        said = reply.observation if isinstance(reply, m.EnvResult) else None
-        return () if said is None else self._text.observation(said)
+    def _observation(self, reply: RewardReply) -> tuple[int, ...]:
+        text = reply.observation if isinstance(reply, m.EnvResult) else None
+        return () if text is None else self._tokenization.observation(text)
 
     def _fits(self, trajectory: TrajectoryId, more: int) -> bool:
-        """Whether it may have so many tokens more."""
-        response, prompt = len(self._books.trajectory(trajectory).response), self._books.group_of(trajectory).prompt
-        return response + more < self._most_tokens and len(prompt) + response + more < self._most_context
+        """Whether the trajectory may have this many more tokens."""
+        length = self._trajectories.trajectory(trajectory).length + more
+        prompt = len(self._trajectories.group_of(trajectory).prompt)
+        return length < self._limits.response_tokens and prompt + length < self._limits.context
 
-    def _as_before(self, trajectory: TrajectoryId, replayed: tuple[str, ...]) -> bool:
-        """What was played again is what was said the first time; what left no room for more was not written down."""
+    def _replayed_alike(self, trajectory: TrajectoryId, replayed: tuple[str, ...]) -> bool:
+        """Whether a replayed session gave the recorded observations; one that left no room was not recorded."""
         if not replayed:
             return True
-        said = [tuple(tokens) for tokens in self._books.trajectory(trajectory).spans(observed=True)]
-        return [self._text.observation(one) for one in replayed][: len(said)] == said
+        recorded = [tuple(turn) for turn in self._trajectories.trajectory(trajectory).turns(sampled=False)]
+        return [self._tokenization.observation(text) for text in replayed][: len(recorded)] == recorded
 
-    def _observe(self, trajectory: TrajectoryId, said: tuple[int, ...]) -> None:
-        book = self._books.trajectory(trajectory)
-        version = self._books.group_of(trajectory).version
+    def _observe(self, trajectory: TrajectoryId, tokens: tuple[int, ...]) -> None:
+        entry = self._trajectories.trajectory(trajectory)
+        version = self._trajectories.group_of(trajectory).version
         chunk = TokenChunk.of(
-            trajectory, said, version=version, start=len(book.response), attempt=book.attempt, sampled=False
+            trajectory, tokens, version=version, start=entry.length, attempt=entry.attempt, sampled=False
         )
-        book.take(chunk)
-        self._ledger.append_tokens([chunk], [])
+        entry.append(chunk)
+        self._log.append_tokens([chunk], [])
 
-    def _go_on(self, trajectory: TrajectoryId) -> None:
-        """Tell the instance that has it what the environment said last, or that it is over."""
-        self._unheard.discard(trajectory)
-        book = self._books.trajectory(trajectory)
-        process = self._find(self._place[trajectory].instance)
-        if process is None:
-            return
-        if book.ended is not None:
-            process.send(m.EndRequest(trajectory=trajectory, attempt=book.attempt))
+    def _continue(self, trajectory: TrajectoryId) -> None:
+        """Send the last observation, or the end of the session, to the instance that has the trajectory."""
+        self._undelivered.discard(trajectory)
+        entry = self._trajectories.trajectory(trajectory)
+        message: m.Message
+        if entry.ended is not None:
+            message = m.EndRequest(trajectory=trajectory, attempt=entry.attempt)
         else:
-            tokens = book.last_said(observed=True)
-            assert tokens
-            process.send(m.ExtendRequest(trajectory=trajectory, attempt=book.attempt, tokens=tokens.tobytes()))
-
-
-def _judged(reply: m.ScoreResult | m.EnvResult) -> m.ScoreResult:
-    assert isinstance(reply, m.ScoreResult)
-    return reply
+            tokens = entry.last_turn(sampled=False)
+            assert tokens, "a trajectory continues after an observation"
+            message = m.ExtendRequest(trajectory=trajectory, attempt=entry.attempt, tokens=tokens.tobytes())
+        self._instances.send(self._slots[trajectory].instance, message)

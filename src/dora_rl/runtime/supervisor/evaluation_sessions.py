@@ -1,40 +1,41 @@
-"""Held-out prompts that are played through an environment: the turns of one evaluation, on the evaluator's engine.
+"""Held-out prompts that are played through an environment: the sessions of one evaluation, on the evaluator.
 
-The turns are those of training (`turns.Turns`), with books that nobody resumes from: an evaluation that is cut short
-begins anew. Environments are asked in the judges' processes, so their deadlines are kept from outside.
+The sessions are those of training (`env_sessions`), over trajectories that are not recorded: an evaluation that is
+interrupted starts over. Environments run in the reward workers, where their deadlines are enforced from outside.
 
 Invariants:
-- no more sessions are open at once than the engine has room for requests;
-- sessions have numbers that no trajectory of training and no other attempt at an evaluation has;
-- what is answered to an evaluation that is over changes nothing.
+- no more sessions are open at the same time than the engine has room for requests;
+- the session numbers differ from those of training and of every other attempt at an evaluation;
+- answers to an evaluation that is over change nothing.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from dora_rl.core import commands as c
 from dora_rl.core import events as e
 from dora_rl.core.tokens import TokenChunk
-from dora_rl.core.types import SlotId, TrajectoryId, Version
+from dora_rl.core.types import GroupId, InstanceId, SlotId, TrajectoryId, Version
+from dora_rl.engine.requests import Request, Sampling
 from dora_rl.envs.data import Problem
-from dora_rl.runtime.supervisor.env_sessions import EnvSessions
+from dora_rl.runtime.supervisor.env_sessions import EnvSessions, SessionLimits
 from dora_rl.runtime.supervisor.trajectory_store import GroupEntry, TrajectoryEntry
 from dora_rl.runtime.transport import messages as m
 
 if TYPE_CHECKING:
     from dora_rl.runtime.launch.process_manager import WorkerProcess
-    from dora_rl.runtime.supervisor.reward_client import RewardClient
+    from dora_rl.runtime.supervisor.reward_client import RewardPool, RewardReply
     from dora_rl.runtime.tokenization import Tokenization
 
 SESSIONS = 1 << 56
-"""Sessions of one attempt at an evaluation are numbered from a multiple of this."""
-Asked = tuple[TrajectoryId, Problem, tuple[int, ...]]
+"""The sessions of one attempt at an evaluation are numbered from a multiple of this."""
+HeldOutPrompt = tuple[TrajectoryId, Problem, tuple[int, ...]]
 """A trajectory, its problem and the tokens of its prompt."""
-Score = Callable[[float | None, int], None]
-"""Takes a reward, None for a `failed` verdict, and the tokens of the response."""
+Scored = Callable[[float | None, int], None]
+"""Receives a reward, None for a failure, and the tokens of the response."""
 
 
 class EvaluationSessions:
@@ -42,86 +43,79 @@ class EvaluationSessions:
 
     def __init__(
         self,
-        asked: Iterable[Asked],
+        prompts: Iterable[HeldOutPrompt],
         version: Version,
         attempt: int,
-        process: WorkerProcess,
-        submit: Callable[[TrajectoryId, tuple[int, ...], tuple[int, ...]], None],
-        score: Score,
+        worker: WorkerProcess,
+        sampling: Sampling,
+        scored: Scored,
         *,
-        text: Tokenization,
-        judges: RewardClient,
-        most_tokens: int,
-        most_context: int,
-        most_requests: int,
-        timeout: float,
+        tokenization: Tokenization,
+        pool: RewardPool,
+        limits: SessionLimits,
+        max_requests: int,
     ) -> None:
         self._groups = {
             trajectory: GroupEntry(problem, prompt, problem.key, version, {trajectory: TrajectoryEntry()})
-            for trajectory, problem, prompt in asked
+            for trajectory, problem, prompt in prompts
         }
-        self._slot = SlotId(process.name, 0)
-        self._process = process
-        self._submit = submit
-        self._score = score
+        self._slot = SlotId(worker.name, 0)
+        self._worker = worker
+        self._sampling = sampling
+        self._scored = scored
         self._waiting = deque(self._groups)
         self._open: set[TrajectoryId] = set()
-        self._most = most_requests
+        self._max_requests = max_requests
         self._over = False
-        self._turns = EnvSessions(
+        self._sessions = EnvSessions(
             self,
-            text,
-            judges,
+            tokenization,
+            pool,
             self,
-            lambda _: None if self._over else process,
-            self._begin_at_slot,
-            self._happen,
-            most_tokens,
-            most_context,
-            timeout,
+            self,
+            self._emit,
+            limits,
+            self._on_score,
             first_session=attempt * SESSIONS,
         )
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Open as many sessions as there is room for."""
-        while self._waiting and len(self._open) < self._most:
+        while self._waiting and len(self._open) < self._max_requests:
             trajectory = self._waiting.popleft()
             self._open.add(trajectory)
-            self._turns.start(trajectory, self._slot)
+            self._sessions.start(trajectory, self._slot)
 
     def end(self) -> None:
-        """Nobody waits for it any more: close the sessions."""
+        """The evaluation is over or was interrupted: close the sessions."""
         self._over = True
         for trajectory in self._open:
-            self._turns.failed(trajectory)
+            self._sessions.fail(trajectory)
         self._open.clear()
 
-    def hear(self, report: m.Report) -> None:
-        """What the engine says."""
-        for said in report.said:
-            chunk = TokenChunk(
-                trajectory=said.trajectory,
-                version=said.version,
-                start=said.start,
-                token_data=said.tokens,
-                logprob_data=said.logprobs,
-            )
-            self.trajectory(said.trajectory).take(chunk)
+    def receive(self, report: m.RolloutReport) -> None:
+        """Handle a report of the evaluator."""
+        for chunk in report.chunks:
+            self.trajectory(chunk.trajectory).append(chunk)
         for end in report.ended:
             self.trajectory(end.trajectory).ended = end.reason
         for event in report.events:
             match event:
                 case e.Parked():
-                    self._turns.parked(event)
+                    self._sessions.parked(event)
                 case e.Generated(trajectory=trajectory):
-                    self._turns.score(trajectory, self._judged(trajectory))
+                    self._sessions.score(trajectory)
                 case e.TrajectoryFailed(trajectory=trajectory):
-                    self._turns.failed(trajectory)
+                    self._sessions.fail(trajectory)
                     self._close(trajectory, None)
                 case _:
                     pass
 
-    # -- books that nobody resumes from -----------------------------------------------------------------------
+    # -- what the sessions need -------------------------------------------------------------------------------
+
+    @property
+    def groups(self) -> Mapping[GroupId, GroupEntry]:
+        return self._groups
 
     def find(self, trajectory: TrajectoryId) -> TrajectoryEntry | None:
         group = None if self._over else self._groups.get(trajectory)
@@ -133,34 +127,49 @@ class EvaluationSessions:
     def group_of(self, trajectory: TrajectoryId) -> GroupEntry:
         return self._groups[trajectory]
 
-    def append_tokens(self, chunks: list[TokenChunk], ended: list[tuple[TrajectoryId, str]]) -> None:
-        """Nothing is written down."""
+    def append_tokens(self, chunks: Sequence[TokenChunk], ended: Sequence[tuple[TrajectoryId, str]]) -> None:
+        """Evaluations are not recorded."""
+
+    def resume(self, trajectory: TrajectoryId, slot: SlotId) -> None:
+        """Submit a trajectory with its tokens so far."""
+        if self._over:
+            return
+        group = self._groups[trajectory]
+        request = Request(
+            trajectory=trajectory,
+            version=group.version,
+            prompt=group.prompt,
+            response=tuple(self.trajectory(trajectory).response),
+            sampling=self._sampling,
+            parks=True,
+        )
+        self._worker.send(m.SubmitRequests(slot=slot.number, requests=(request,)))
+
+    def send(self, instance: InstanceId, message: m.Message) -> bool:  # noqa: ARG002
+        """Send to the evaluator."""
+        if not self._over:
+            self._worker.send(message)
+        return not self._over
 
     # -- inside -----------------------------------------------------------------------------------------------
 
-    def _begin_at_slot(self, trajectory: TrajectoryId, _slot: SlotId) -> None:
-        if not self._over:
-            self._submit(trajectory, self._groups[trajectory].prompt, tuple(self.trajectory(trajectory).response))
-
-    def _happen(self, event: e.Event) -> None:
+    def _emit(self, event: e.Event) -> None:
         if isinstance(event, e.TrajectoryFailed):
-            book = self.find(event.trajectory)
-            if book is not None:
-                self._process.send(
-                    m.RunCommand(
-                        command=c.Abort(trajectory=event.trajectory, attempt=book.attempt, instance=self._process.name)
-                    )
-                )
+            entry = self.find(event.trajectory)
+            if entry is not None:
+                abort = c.Abort(trajectory=event.trajectory, attempt=entry.attempt, instance=self._worker.name)
+                self._worker.send(m.RunCommand(command=abort))
             self._close(event.trajectory, None)
 
-    def _judged(self, trajectory: TrajectoryId) -> Callable[[m.ScoreResult], None]:
-        return lambda verdict: self._close(trajectory, verdict.reward)
+    def _on_score(self, trajectory: TrajectoryId, reply: RewardReply) -> None:
+        assert isinstance(reply, m.ScoreResult)
+        self._close(trajectory, reply.reward)
 
     def _close(self, trajectory: TrajectoryId, reward: float | None) -> None:
         if self._over or trajectory not in self._open:
             return
         self._open.discard(trajectory)
-        book = self.trajectory(trajectory)
-        book.failed = reward is None
-        self._score(reward, len(book.response))
-        self.begin()
+        entry = self.trajectory(trajectory)
+        entry.failed = reward is None
+        self._scored(reward, entry.length)
+        self.start()

@@ -1,4 +1,4 @@
-"""Replaying an event log through a fresh orchestrator, which is then exactly where it was."""
+"""Replaying an event log through a fresh orchestrator, which is then exactly where it was. It needs no torch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dora_rl.orchestrator.orchestrator import Orchestrator
 
 
 def replay(orchestrator: Orchestrator, log: Iterable[LoggedEvent]) -> Iterator[LoggedEvent]:
-    """Each line once the orchestrator has answered it as it did then; `IntegrityError` if it answers otherwise."""
+    """Each line of the log, once the orchestrator has given the same commands again; otherwise `IntegrityError`."""
     for logged in log:
         if orchestrator.step(logged.event, logged.at) != logged.commands:
             raise IntegrityError(
-                f"event {logged.seq} was answered otherwise when it happened: the run was made by another dora-rl "
-                "or with another configuration"
+                f"replaying event {logged.seq} gave other commands than the log has: the run was made by another "
+                "version of dora-rl or with another configuration"
             )
         yield logged

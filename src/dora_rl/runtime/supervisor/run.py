@@ -1,8 +1,6 @@
-"""A run from beginning to end, or from where it was left: wires the parts together and drives the orchestrator.
+"""A run from start to end, or from where it was interrupted: wires the components together and drives the orchestrator.
 
-A run is resumed by replaying its event log through a fresh orchestrator, which is then exactly where it was, and by
-telling it that all instances and the trainer are lost, which is true. From there the ordinary handling of faults takes
-over: requests go on from their tokens under their own version, the trainer from its checkpoint. There is no second way.
+How a run is resumed is described in `recovery`.
 """
 
 from __future__ import annotations
@@ -11,14 +9,14 @@ import contextlib
 import fcntl
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from dora_rl.core import commands as c
 from dora_rl.core import events as e
-from dora_rl.core.errors import IntegrityError, UserError
+from dora_rl.core.errors import UserError
 from dora_rl.core.interfaces import drive
-from dora_rl.core.types import InstanceId, Nanoseconds, TrajectoryId, Version
+from dora_rl.core.types import Nanoseconds
 from dora_rl.engine.kv_transfer.shared_memory import sweep
 from dora_rl.envs.data import Dataset, load
 from dora_rl.ledger.ledger import Ledger
@@ -29,24 +27,29 @@ from dora_rl.runtime.launch.machine import Machine
 from dora_rl.runtime.launch.process_manager import ProcessManager
 from dora_rl.runtime.provenance import Provenance
 from dora_rl.runtime.run_dir import RunDir
-from dora_rl.runtime.supervisor.evaluation import Evaluation, evaluated, held_out_problems
+from dora_rl.runtime.supervisor.evaluation_client import EvaluationClient
 from dora_rl.runtime.supervisor.evaluation_sessions import EvaluationSessions
-from dora_rl.runtime.supervisor.metrics_recorder import MetricsRecorder
-from dora_rl.runtime.supervisor.replay import replay
+from dora_rl.runtime.supervisor.failure_guard import FailureGuard
+from dora_rl.runtime.supervisor.held_out import evaluated_versions, held_out_problems
+from dora_rl.runtime.supervisor.metrics import MetricsRecorder
+from dora_rl.runtime.supervisor.prompt_source import PromptSource
+from dora_rl.runtime.supervisor.recovery import recover
+from dora_rl.runtime.supervisor.run_state import RunState
 from dora_rl.runtime.supervisor.scaling import Scaling
-from dora_rl.runtime.supervisor.supervisor import Supervisor
+from dora_rl.runtime.supervisor.supervisor import Supervisor, session_limits
 from dora_rl.runtime.supervisor.trackers import trackers
-from dora_rl.runtime.supervisor.trajectory_store import PromptSource, TrajectoryStore
+from dora_rl.runtime.supervisor.trajectory_store import TrajectoryStore
 from dora_rl.runtime.tokenization import Tokenization
 from dora_rl.trainer import checkpoint
 
 if TYPE_CHECKING:
     from dora_rl.runtime.preflight import Prepared
 
-_DYING = 1.0
-"""Seconds in which a supervisor that was killed lets go of its run."""
-_PATIENCE = 5.0
-"""Seconds for processes to end by themselves."""
+_LOCK_SECONDS = 1.0
+"""How long a supervisor that was killed may keep the lock of its run."""
+_STOP_SECONDS = 5.0
+"""How long processes have to exit by themselves."""
+_RESTARTED = "the supervisor was restarted"
 
 
 class Run:
@@ -54,258 +57,179 @@ class Run:
 
     def __init__(
         self,
-        folder: RunDir,
+        run_dir: RunDir,
         *,
-        notice: Callable[[str], None] = lambda _: None,
+        notify: Callable[[str], None] = lambda _: None,
         machine: Machine = Machine(),  # noqa: B008
         bound: int | None = None,
         prepared: Prepared | None = None,
     ) -> None:
-        self.folder = folder
+        """`bound` is another staleness bound than the run had so far; `prepared` is what the preflight has loaded."""
+        self.run_dir = run_dir
         self._prepared = prepared
-        """What was read when the run was checked, before it had a folder."""
         self._bound = bound
-        """Another K than the run had so far."""
-        self.config = folder.read()
+        self.config = run_dir.read()
         with contextlib.ExitStack() as undo:
-            self._lock = undo.enter_context(_lock(folder))
-            self._backend = machine.backend(folder)
+            self._lock = undo.enter_context(_lock(run_dir))
+            self._backend = machine.backend(run_dir)
             undo.callback(self._backend.close)
-            logs.configure(self.config.logging.level, folder.logs / "supervisor.log")
+            logs.configure(self.config.logging.level, run_dir.logs / "supervisor.log")
             undo.callback(logs.close)
-            self._wire(notice, machine, undo)
+            self._wire(notify, machine, undo)
             undo.pop_all()
 
-    def _wire(self, notice: Callable[[str], None], machine: Machine, undo: contextlib.ExitStack) -> None:
-        folder = self.folder
-        ready = self._prepared
-        self.text = Tokenization(load_tokenizer(self.config.model), self.config) if ready is None else ready.text
-        self.dataset: Dataset = load(self.config.data, folder.base()) if ready is None else ready.dataset
-        self.orchestrator = Orchestrator(self.config.control)
-        control = self.config.control
-        self._books = TrajectoryStore(PromptSource(self.dataset), self.text.encode, control.group_size)
+    def _wire(self, notify: Callable[[str], None], machine: Machine, undo: contextlib.ExitStack) -> None:
+        run_dir, config, prepared = self.run_dir, self.config, self._prepared
+        control = config.control
+        if prepared is None:
+            self.tokenization = Tokenization(load_tokenizer(config.model), config)
+            self.dataset: Dataset = load(config.data, run_dir.base())
+        else:
+            self.tokenization, self.dataset = prepared.tokenization, prepared.dataset
         self._processes: ProcessManager | None = None
         self._ledger = Ledger(
-            folder.ledger, control.group_size, mirror=folder.events, notify=self._wake, open_connection=machine.connect
+            run_dir.ledger,
+            control.group_size,
+            mirror=run_dir.events,
+            notify=self._wake,
+            open_connection=machine.connect,
         )
         undo.callback(self._ledger.close)
-        self._provenance = Provenance(folder, self.config, self._ledger, notice)
+        self._provenance = Provenance(run_dir, config, self._ledger, notify)
         self._provenance.check()
-        past = self._replay()
-        origin = machine.clock() - past.at
-        self._processes = ProcessManager(folder, self.config, self._backend, origin, past.incarnations)
-        store = folder.store(self.config)
-        self.recorder = MetricsRecorder(folder, trackers(folder, self.config), past.at)
-        self.world = Supervisor(
-            config=self.config,
-            books=self._books,
+
+        self.orchestrator = Orchestrator(control)
+        trajectories = TrajectoryStore(PromptSource(self.dataset), self.tokenization.encode, control.group_size)
+        state = self._state = RunState(control.max_staleness)
+        failures = FailureGuard(control, trajectories)
+        projections = (trajectories, state, failures)
+        recover(run_dir, config, self.orchestrator, self._ledger, projections, trajectories, state)
+        failures.reset()
+
+        origin = machine.clock() - state.at
+        self._processes = ProcessManager(run_dir, config, self._backend, origin, state.incarnations)
+        self._store = run_dir.store(config)
+        self.metrics = MetricsRecorder(
+            run_dir,
+            trackers(run_dir, config),
+            state.at,
+            decode=self.tokenization.decode,
+            samples=config.logging.samples,
+        )
+        self.supervisor = Supervisor(
+            config,
+            state=state,
+            trajectories=trajectories,
+            failures=failures,
             ledger=self._ledger,
-            store=store,
+            store=self._store,
             processes=self._processes,
-            recorder=self.recorder,
-            text=self.text,
+            metrics=self.metrics,
+            tokenization=self.tokenization,
             origin=origin,
-            notice=notice,
+            notify=notify,
             clock=machine.clock,
         )
-        self.world.go_on_from(self.orchestrator.newest, past.bound)
-        self._evaluate(store)
-        self._past = past
-        self._provenance.record(past.at)
+        if config.evaluation.every:
+            self.supervisor.evaluation = self._evaluation(self._processes)
+        self._provenance.record(state.at)
 
-    def go(self, watch: Callable[[], None] = lambda: None) -> None:
-        """Until nothing is left to do, or the world is told to stop; `watch` is called after each event."""
+    def run(self, on_event: Callable[[], None] = lambda: None) -> None:
+        """Run until nothing is left to do, or the supervisor is stopped; `on_event` is called after each event."""
         try:
-            if self._past.at:
-                self.world.evaluate_again(evaluated(self.folder.metrics))
+            if self._state.at:
+                self.supervisor.evaluate_again(self._store, evaluated_versions(self.run_dir.metrics))
                 changed = [] if self._bound is None else [e.BoundChanged(max_staleness=self._bound)]
-                self.world.again([*self._past.losses(), *changed], self._past.open_commands())
-            if not self.orchestrator.finished or not self._saved() or self.world.evaluating:
-                self.world.begin(
-                    None if self.orchestrator.finished else Scaling(self.folder, self._backend, self.world.rescaled)
+                self.supervisor.resume([*self._state.losses(_RESTARTED), *changed], [*self._state.open_commands()])
+            if not self.orchestrator.finished or not self._saved() or self.supervisor.evaluating:
+                self.supervisor.start(
+                    None
+                    if self.orchestrator.finished
+                    else Scaling(self.run_dir, self._backend, self.supervisor.instances_changed)
                 )
-                drive(_Watched(self.orchestrator, watch), self.world)
+                drive(_Observed(self.orchestrator, on_event), self.supervisor)
         finally:
             self.close()
 
     def close(self) -> None:
         """End all processes; what is finished is kept."""
         assert self._processes is not None
-        self._processes.stop(patience=_PATIENCE)
-        sweep()  # what instances that were killed have left in shared memory
-        self._provenance.look_again(self.world.now())
+        self._processes.stop(patience=_STOP_SECONDS)
+        sweep()  # shared memory that instances left behind when they were killed
+        self._provenance.look_again(self.supervisor.now())
         self._ledger.close()
-        self.recorder.settle(self.world.now())
-        self.recorder.close()
+        self.metrics.settle(self.supervisor.now())
+        self.metrics.close()
         self._lock.close()
         logs.close()
-        if self.orchestrator.finished and self.config.weights == "memory" and not self.world.evaluating:
-            self.folder.store(self.config).clear()
+        if self.orchestrator.finished and self.config.weights == "memory" and not self.supervisor.evaluating:
+            self.run_dir.store(self.config).clear()
 
     def _saved(self) -> bool:
-        """The run's last version is a checkpoint."""
-        return self.orchestrator.newest in checkpoint.versions(self.folder.checkpoints)
+        """Whether the last version is a checkpoint."""
+        return self.orchestrator.newest in checkpoint.versions(self.run_dir.checkpoints)
 
-    def _evaluate(self, store: Any) -> None:
-        settings = self.config.evaluation
-        if not settings.every:
-            return
-        held_out = None if self._prepared is None else self._prepared.held_out
+    def _evaluation(self, processes: ProcessManager) -> EvaluationClient:
+        settings, prepared, tokenization = self.config.evaluation, self._prepared, self.tokenization
+        held_out = None if prepared is None else prepared.held_out
         if held_out is None:
-            held_out = held_out_problems(self.config, self.folder.base(), self.dataset)
-        self.world.evaluate_with(
-            Evaluation(
-                [(problem, self.text.encode(problem)) for problem in held_out],
-                self.config.request_sampling(self.text.stop_ids, temperature=settings.temperature),
-                settings.samples,
-                settings.success_threshold,
-                self.config.reward.timeout_seconds,
-                store,
-                self.text.decode,
-                self.world.evaluated,
-                self._evaluation_turns() if self.config.environment.kind is not None else None,
+            held_out = held_out_problems(self.config, self.run_dir.base(), self.dataset)
+        sessions = None
+        if self.config.environment.kind is not None:
+            # Held-out prompts are played through the environment as those of training are.
+            sessions = functools.partial(
+                EvaluationSessions,
+                tokenization=tokenization,
+                pool=self.supervisor.reward.pool,
+                limits=session_limits(self.config),
+                max_requests=self.config.rollout.engine.max_requests,
             )
-        )
-
-    def _evaluation_turns(self) -> Callable[..., EvaluationSessions]:
-        """Held-out prompts are played through the environment as those of training are."""
-        return functools.partial(
-            EvaluationSessions,
-            text=self.text,
-            judges=self.world.judges,
-            most_tokens=self.config.control.max_response_tokens,
-            most_context=self.config.rollout.engine.max_context,
-            most_requests=self.config.rollout.engine.max_requests,
-            timeout=self.config.environment.timeout_seconds,
+        return EvaluationClient(
+            [(problem, tokenization.encode(problem)) for problem in held_out],
+            self.config.request_sampling(tokenization.stop_ids, temperature=settings.temperature),
+            every=settings.every,
+            last=self.config.control.steps,
+            samples=settings.samples,
+            threshold=settings.success_threshold,
+            store=self._store,
+            processes=processes,
+            score=self.supervisor.reward.score,
+            on_result=self.supervisor.evaluated,
+            sessions=sessions,
         )
 
     def _wake(self) -> None:
         if self._processes is not None:
             self._processes.wake()
 
-    def _replay(self) -> _Past:
-        past = _Past()
-        for logged in replay(self.orchestrator, self._ledger.events()):
-            self._books.note(logged.event, list(logged.commands))
-            past.note(logged.event, logged.commands, logged.at)
-        self._ledger.check_tables()
-        for group in self._books.groups.values():
-            for trajectory in group.trajectories:
-                self._books.recall(self._ledger, trajectory)
-        self._compare(checkpoint.versions(self.folder.checkpoints))
-        if not self.orchestrator.finished:
-            self._hold(past.held)
-        return past
 
-    def _hold(self, versions: set[Version]) -> None:
-        """Groups in flight go on under their own version, so its weights must still be there."""
-        gone = sorted(versions - set(self.folder.store(self.config).versions())) if versions else []
-        if gone:
-            hint = "; weights in memory do not outlive a restart" if self.config.weights == "memory" else ""
-            raise IntegrityError(f"the run can't be resumed: the weights of version {gone[0]} are gone{hint}")
+class _Observed:
+    """The orchestrator, with a callback after each event."""
 
-    def _compare(self, checkpoints: list[Version]) -> None:
-        """An update is begun only when the ledger has it on disk, so no checkpoint can be ahead of the ledger."""
-        newest = -1 if self.orchestrator.newest is None else self.orchestrator.newest
-        if checkpoints and checkpoints[-1] > newest + 1:
-            raise IntegrityError(
-                f"{self.folder.ledger} ends with version {newest}, but there is a checkpoint of version "
-                f"{checkpoints[-1]}: the ledger has lost what was on disk; put back a copy of it"
-            )
-
-
-class _Watched:
-    """The orchestrator, with somebody who looks on."""
-
-    def __init__(self, orchestrator: Orchestrator, watch: Callable[[], None]) -> None:
+    def __init__(self, orchestrator: Orchestrator, on_event: Callable[[], None]) -> None:
         self._orchestrator = orchestrator
-        self._watch = watch
+        self._on_event = on_event
 
     def step(self, event: e.Event, now: Nanoseconds) -> list[c.Command]:
         commands = self._orchestrator.step(event, now)
-        self._watch()
+        self._on_event()
         return commands
 
     def wake_at(self) -> Nanoseconds | None:
         return self._orchestrator.wake_at()
 
 
-class _Past:
-    """What of a replayed log is still open."""
-
-    def __init__(self) -> None:
-        self.at: Nanoseconds = 0
-        self.held: set[Version] = set()
-        """Versions that were published and not retired."""
-        self.incarnations: dict[str, int] = {}
-        """The last life of each place: names are never used again."""
-        self.bound: int | None = None
-        """K, if it was changed."""
-        self._instances: dict[InstanceId, None] = {}
-        self._scores: dict[TrajectoryId, c.Score] = {}
-        self._fetch: c.FetchPrompts | None = None
-        self._retired: list[c.Retire] = []
-
-    def note(self, event: e.Event, commands: Sequence[c.Command], at: Nanoseconds) -> None:
-        self.at = at
-        match event:
-            case e.InstanceJoined(spec=spec):
-                self._instances[spec.instance] = None
-                worker_id, _, incarnation = spec.instance.rpartition(".")
-                self.incarnations[worker_id] = max(int(incarnation), self.incarnations.get(worker_id, 0))
-            case e.InstanceLost(instance=instance):
-                self._instances.pop(instance, None)
-            case e.Scored(trajectory=trajectory) | e.TrajectoryFailed(trajectory=trajectory):
-                self._scores.pop(trajectory, None)
-            case e.PromptsArrived():
-                self._fetch = None
-            case e.BoundChanged(max_staleness=bound):
-                self.bound = bound
-            case e.Published(version=version):
-                self.held.add(version)
-            case _:
-                pass
-        for command in commands:
-            match command:
-                case c.Score(trajectory=trajectory):
-                    self._scores[trajectory] = command
-                case c.FailTrajectory(trajectory=trajectory):
-                    self._scores.pop(trajectory, None)
-                case c.FetchPrompts():
-                    self._fetch = command
-                case c.Retire():
-                    self._retired.append(command)
-                    self.held.discard(command.version)
-                case c.EvictInstance(instance=instance):
-                    self._instances.pop(instance, None)
-                case _:
-                    pass
-
-    def losses(self) -> Iterator[e.Event]:
-        """All processes of the former supervisor are gone."""
-        for instance in self._instances:
-            yield e.InstanceLost(instance=instance, reason="the supervisor was restarted")
-        yield e.TrainerLost(reason="the supervisor was restarted")
-
-    def open_commands(self) -> Iterator[c.Command]:
-        """What was asked for and has no answer yet, or may not have been carried out."""
-        yield from self._scores.values()
-        yield from self._retired
-        if self._fetch is not None:
-            yield self._fetch
-
-
-def _lock(folder: RunDir) -> Any:
-    """One supervisor at a time."""
-    file = folder.lock.open("w")
-    end = time.monotonic() + _DYING
+def _lock(run_dir: RunDir) -> Any:
+    """Allow one supervisor at a time."""
+    file = run_dir.lock.open("w")
+    end = time.monotonic() + _LOCK_SECONDS
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > end:
                 file.close()
-                raise UserError(f"the run {folder.path} is already going on in another process") from None
+                raise UserError(f"the run {run_dir.path} is already running in another process") from None
             time.sleep(0.02)
         else:
             return file

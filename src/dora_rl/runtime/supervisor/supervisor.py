@@ -1,371 +1,397 @@
-"""The world of a run: processes, of one machine or of many, behind the orchestrator's commands.
+"""The supervisor: the runtime that carries out the orchestrator's commands with worker processes.
 
-    instances --tokens, events-->  supervisor  --groups-->  trainer
-        ^------ requests, moves ------'  ^------ verdicts ------ judges
+    rollout workers --RolloutReport-->  supervisor  --TrainGroups-->  trainer
+          ^------ SubmitRequests, RunCommand --'  ^------ ScoreResult ------ reward workers
 
-Who waits for whom: an instance waits for requests; the trainer for groups; a judge for questions; the supervisor for
-any of them, or for the orchestrator's next deadline. Nobody waits while holding what another waits for.
+It is a loop over role clients and the ledger:
 
-    hearing   what processes say        doing    commands as messages
-    crew      who fills which place     noting   what is written down for people
+    messages -> client.receive -> events -> orchestrator -> commands -> ledger, projections -> client.execute
+
+What waits for what: a rollout worker waits for requests, the trainer for groups, a reward worker for responses, the
+supervisor for any of them or for the orchestrator's next deadline. No process waits while it holds what another one
+waits for.
 
 Invariants:
-- events reach the orchestrator one at a time, each written down with the commands that answered it;
-- what can't be undone is begun only when the event that asked for it is durable (`_DURABLE`).
+- events reach the orchestrator one at a time, each logged with the commands that answered it;
+- a command that can't be undone is started only when the event that led to it is durable (`_IRREVERSIBLE`).
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from dora_rl.core import commands as c
 from dora_rl.core import events as e
-from dora_rl.core.errors import RunError
+from dora_rl.core.errors import RunError, UserError
+from dora_rl.core.interfaces import Projection
 from dora_rl.core.types import SECOND, Nanoseconds, Version
 from dora_rl.orchestrator.config import Deadlines
 from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.launch.process_manager import ProcessManager, WorkerProcess
 from dora_rl.runtime.provenance import BOUND, setting_changed
-from dora_rl.runtime.supervisor.crew import Crew
-from dora_rl.runtime.supervisor.doing import Doing
+from dora_rl.runtime.supervisor.client import CommandExecutor, Hooks, WorkerClient
+from dora_rl.runtime.supervisor.core_sharing import CoreSharing
+from dora_rl.runtime.supervisor.env_sessions import EnvSessions, SessionLimits
 from dora_rl.runtime.supervisor.failure_guard import FailureGuard
-from dora_rl.runtime.supervisor.hearing import Hearing
-from dora_rl.runtime.supervisor.metrics_recorder import MetricsRecorder
-from dora_rl.runtime.supervisor.noting import Noting
-from dora_rl.runtime.supervisor.parts import Parts
+from dora_rl.runtime.supervisor.metrics import MetricsRecorder
+from dora_rl.runtime.supervisor.retirement import Retirement
 from dora_rl.runtime.supervisor.reward_client import RewardClient
+from dora_rl.runtime.supervisor.rollout_client import RolloutClient
+from dora_rl.runtime.supervisor.run_state import RunState
 from dora_rl.runtime.supervisor.scaling import Scaling
+from dora_rl.runtime.supervisor.trainer_client import TrainerClient
 from dora_rl.runtime.supervisor.trajectory_store import TrajectoryStore
 from dora_rl.runtime.tokenization import Tokenization
 from dora_rl.runtime.transport import messages as m
 
 if TYPE_CHECKING:
     from dora_rl.ledger.ledger import Ledger
-    from dora_rl.runtime.supervisor.evaluation import Evaluated, Evaluation
+    from dora_rl.runtime.supervisor.evaluation_client import EvaluationClient, EvaluationResult
     from dora_rl.weights.store import WeightStore
 
-_DURABLE = (c.Apply, c.Retire)
-_LOOK = 0.5
-"""Seconds between two looks at deadlines and files, if nothing happens."""
+logger = logging.getLogger(__name__)
+
+_IRREVERSIBLE = (c.Apply, c.Retire)
+_MAINTENANCE_SECONDS = 0.5
+"""The longest time between two checks of deadlines and files, if nothing happens."""
 
 
 class Supervisor:
-    """Carries out commands with processes."""
+    """Drives the workers of one run."""
 
     def __init__(
         self,
         config: RunConfig,
-        books: TrajectoryStore,
+        *,
+        state: RunState,
+        trajectories: TrajectoryStore,
+        failures: FailureGuard,
         ledger: Ledger,
         store: WeightStore,
         processes: ProcessManager,
-        recorder: MetricsRecorder,
-        text: Tokenization,
+        metrics: MetricsRecorder,
+        tokenization: Tokenization,
         origin: Nanoseconds,
-        notice: Callable[[str], None],
+        notify: Callable[[str], None],
         clock: Callable[[], Nanoseconds] = time.monotonic_ns,
     ) -> None:
         self.stopping = False
         """Set from a signal handler: end, with everything kept."""
+        self._config = config
         self._origin = origin
         self._clock = clock
-        concurrency = config.reward.concurrency if config.environment.kind is None else config.environment.concurrency
-        self._parts = Parts(
-            config=config,
-            books=books,
-            ledger=ledger,
-            store=store,
-            recorder=recorder,
-            text=text,
-            processes=processes,
-            crew=Crew(processes, overlap=config.control.mode_spec.overlaps),
-            judges=RewardClient(processes, config.reward.workers, concurrency),
-            notice=notice,
-            happen=self._happen,
-            lost=self._lost,
+        self._last: Nanoseconds = 0
+        self._notify = notify
+        self._state = state
+        self._trajectories = trajectories
+        self._failures = failures
+        self._projections: Sequence[Projection] = (trajectories, state, failures)
+        self._ledger = ledger
+        self._processes = processes
+        self._metrics = metrics
+        hooks = Hooks(
+            emit=self.emit,
+            notify=notify,
+            worker_lost=self.worker_lost,
+            share_cores=lambda: self._cores.update(),
             now=self.now,
         )
-        self._noting = Noting(self._parts)
-        self._doing = Doing(self._parts, self._noting)
-        self._hearing = Hearing(self._parts, self._doing, self._noting, self._saved)
+        self.reward = RewardClient(config, hooks, processes, trajectories, tokenization)
+        self.rollout = RolloutClient(config, hooks, processes, trajectories, ledger, metrics, tokenization)
+        self.trainer = TrainerClient(config, hooks, processes, trajectories, state, ledger, metrics)
+        self.sessions: EnvSessions | None = None
+        if config.environment.kind is not None:
+            self.sessions = self.rollout.sessions = EnvSessions(
+                trajectories,
+                tokenization,
+                self.reward.pool,
+                ledger,
+                self.rollout,
+                self.emit,
+                session_limits(config),
+                self.reward.emit_score,
+            )
+        self.evaluation: EvaluationClient | None = None
+        self._retirement = Retirement(store, processes.backend)
+        self._cores = CoreSharing(processes, self.rollout, self.trainer, overlap=config.control.mode_spec.overlaps)
+        self._executors = self._routes()
         self._events: deque[e.Event] = deque()
-        self._verdicts = FailureGuard(config.control, books)
         self._current: tuple[e.Event, Nanoseconds] | None = None
-        self._last: Nanoseconds = 0
         self._deferred: deque[tuple[int, c.Command]] = deque()
-        self._saving: float | None = None
-        """Since when the trainer has been writing the last checkpoint."""
-        self._over_and_saved = False
+        """Irreversible commands, each with the number of the event that has to be durable first."""
+        self._bound = state.bound
+        """The staleness bound that was recorded last."""
         self._scaling: Scaling | None = None
-        self._looked = 0.0
-        self._troubled = ""
-        self._bound = config.control.max_staleness
+        self._maintained = 0.0
+        self._ledger_error = ""
 
-    # -- the seam ---------------------------------------------------------------------------------------------
+    def _routes(self) -> dict[type[c.Command], Callable[[c.Command], None]]:
+        """Who carries out which command."""
+        routes: dict[type[c.Command], Callable[[c.Command], None]] = {
+            c.FetchPrompts: self._fetch_prompts,
+            c.Retire: self._retire,
+            c.Stalled: self._stalled,
+            c.FailTrajectory: lambda _: None,  # the projections have counted it
+            c.GroupFailed: lambda _: None,
+        }
+        executors: list[CommandExecutor] = [self.rollout, self.trainer, self.reward]
+        if self.sessions is not None:
+            executors.append(self.sessions)  # with an environment, some commands start there
+        for executor in executors:
+            routes |= dict.fromkeys(executor.commands, executor.execute)
+        return routes
+
+    # -- the runtime interface --------------------------------------------------------------------------------
 
     def next_event(self, wake_at: Nanoseconds | None) -> tuple[e.Event, Nanoseconds] | None:
         """Wait for the next event."""
         while True:
             now = self.now()
             if self._events:
-                return self._give(self._events.popleft(), now)
-            begun = self._current is not None  # before the first event there is no deadline either
-            if self.stopping or (wake_at is None and begun and self._over()):
+                return self._deliver(self._events.popleft(), now)
+            started = self._current is not None  # before the first event there is no deadline either
+            if self.stopping or (wake_at is None and started and self._finished()):
                 return None
             if wake_at is not None and now >= wake_at:
-                return self._give(e.Tick(), now)
-            until = _LOOK if wake_at is None else min(_LOOK, (wake_at - now) / SECOND)
-            self._pump(until)
+                return self._deliver(e.Tick(), now)
+            patience = _MAINTENANCE_SECONDS
+            self._receive(patience if wake_at is None else min(patience, (wake_at - now) / SECOND))
 
     def execute(self, commands: Iterable[c.Command]) -> None:
-        """Begin what the commands ask for, after writing them down."""
+        """Log the commands with the event that they answer, then start what they ask for."""
         assert self._current is not None
         event, at = self._current
         answered = list(commands)
-        number = self._parts.ledger.log(event, answered, at)
-        self._parts.books.note(event, answered)
-        self._verdicts.note(event, answered, self._parts.newest)
-        self._note(event, at)
+        number = self._ledger.log(event, answered, at)
+        for projection in self._projections:
+            projection.apply(event, answered, at)
+        self._failures.check(self._state.newest)
+        self._observe(event, at)
         for command in answered:
-            if isinstance(command, _DURABLE):
+            if isinstance(command, _IRREVERSIBLE):
                 self._deferred.append((number, command))
-                if isinstance(command, c.Apply):  # the trainer waits; nobody waits for a version to be freed
-                    self._parts.ledger.sync()
+                if isinstance(command, c.Apply):  # the trainer waits for it; nothing waits for a retirement
+                    self._ledger.sync()
             else:
-                self._doing.do(command)
-        self._parts.crew.share_cores()
+                self._executors[type(command)](command)
+        self._cores.update()
 
     def now(self) -> Nanoseconds:
         """The run's clock; it never runs backwards."""
         self._last = max(self._last, self._clock() - self._origin)
         return self._last
 
-    def begin(self, scaling: Scaling | None) -> None:
-        """Start the processes; without a scaling, no instances."""
-        self._parts.crew.begin_trainer(self._parts.config.trainer.ranks)
-        self._scaling = scaling
-        self._scale()
-
-    def again(self, events: Iterable[e.Event], commands: Iterable[c.Command]) -> None:
-        """After a restart: what has happened meanwhile, and what was asked for and not done."""
-        self._events.extend(events)
-        for command in commands:
-            self._doing.do(command)
-
-    def go_on_from(self, newest: Version | None, bound: int | None = None) -> None:
-        """After a restart: the newest version that there is, and the bound if it is not the first any more."""
-        self._parts.newest = newest
-        self._bound = self._bound if bound is None else bound
-
-    def rescaled(self, before: int, after: int) -> None:
-        """Somebody has asked for another number of instances while the run goes on."""
-        self._parts.ledger.record(setting_changed("rollout.instances", before, after), self.now())
-
-    def evaluate_with(self, evaluation: Evaluation) -> None:
-        """Evaluate beside training."""
-        self._parts.evaluation = evaluation
-
-    @property
-    def judges(self) -> RewardClient:
-        return self._parts.judges
-
-    @property
-    def evaluating(self) -> bool:
-        """An evaluation is asked for and not over."""
-        evaluation = self._parts.evaluation
-        return evaluation is not None and evaluation.pending > 0
-
-    def evaluate_again(self, done: set[Version]) -> None:
-        """After a restart: evaluations that were asked for and have no result, before their weights are let go."""
-        newest = self._parts.newest
-        for version in self._parts.store.versions():
-            if newest is not None and version <= newest and version not in done:
-                self._noting.evaluate(version)
-
-    def evaluated(self, result: Evaluated) -> None:
-        """An evaluation is over."""
-        self._noting.evaluated(result)
-
-    def _give(self, event: e.Event, now: Nanoseconds) -> tuple[e.Event, Nanoseconds]:
+    def _deliver(self, event: e.Event, now: Nanoseconds) -> tuple[e.Event, Nanoseconds]:
         self._current = (event, now)
         return self._current
 
-    def _happen(self, event: e.Event) -> None:
-        self._events.append(event)
+    # -- starting and resuming --------------------------------------------------------------------------------
 
-    def _note(self, event: e.Event, at: Nanoseconds) -> None:
-        match event:
-            case e.TrainerLost():
-                # A trainer that comes has nothing of what the one before it was to apply.
-                self._deferred = deque(one for one in self._deferred if not isinstance(one[1], c.Apply))
-                self._parts.crew.training = 0
-            case e.BoundChanged(max_staleness=bound):
-                self._parts.ledger.record(setting_changed(BOUND, self._bound, bound), at)
-                self._bound = bound
-            case e.Published():
-                self._noting.published(event, at)
-            case e.Moved():
-                self._noting.moved(event, at)
-                if self._doing.turns is not None:
-                    self._doing.turns.moved(event)
-            case _:
-                pass
+    def start(self, scaling: Scaling | None) -> None:
+        """Start the workers; without a scaling, no instances."""
+        self.trainer.start()
+        self._scaling = scaling
+        if scaling is not None:
+            self.rollout.scale(scaling)
+
+    def resume(self, events: Iterable[e.Event], commands: Iterable[c.Command]) -> None:
+        """After a restart: queue what has happened meanwhile, and start what was asked for and not done."""
+        self._events.extend(events)
+        for command in commands:
+            self._executors[type(command)](command)
+
+    def instances_changed(self, before: int, after: int) -> None:
+        """Record that the user asked for another number of instances."""
+        self._ledger.record(setting_changed("rollout.instances", before, after), self.now())
+
+    def evaluated(self, result: EvaluationResult) -> None:
+        """Record the result of an evaluation."""
+        self._metrics.evaluated(result, self.now())
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether an evaluation is requested and not complete."""
+        return self.evaluation is not None and self.evaluation.pending > 0
+
+    def evaluate_again(self, store: WeightStore, done: set[Version]) -> None:
+        """After a restart: request the evaluations that have no result, before their weights are freed."""
+        newest = self._state.newest
+        if self.evaluation is not None and newest is not None:
+            for version in store.versions():
+                if version <= newest and version not in done:
+                    self.evaluation.version_published(version)
 
     # -- the end ----------------------------------------------------------------------------------------------
 
-    def _over(self) -> bool:
-        """Nothing is left to decide: see the last checkpoint and the last evaluation through."""
+    def _finished(self) -> bool:
+        """The orchestrator has nothing left to decide: see the last evaluation and the last checkpoint through."""
         if self._deferred or self.evaluating:
             return False
-        trainer = self._parts.crew.trainer
-        if trainer.channel is None or trainer.last_message_at is None:
-            return False  # there is nobody to ask yet; a trainer that comes up has a deadline for that
-        if self._saving is None:
-            self._saving = time.monotonic()
-            trainer.send(m.SaveCheckpoint())
-        elif not self._over_and_saved and time.monotonic() > self._saving + self._deadlines.train:
-            self._lost(trainer, "saving took longer than deadlines.train")
-        return self._over_and_saved
+        return self.trainer.finish()
 
-    def _saved(self, version: Version, _path: str) -> None:
-        if version == self._parts.newest:
-            self._over_and_saved = True
-        else:
-            self._saving = None  # it came back from an older checkpoint and is still catching up
+    # -- events and commands that concern several clients -----------------------------------------------------
+
+    def emit(self, event: e.Event) -> None:
+        """Queue an event for the orchestrator."""
+        self._events.append(event)
+
+    def _observe(self, event: e.Event, at: Nanoseconds) -> None:
+        match event:
+            case e.TrainerLost():
+                # The next trainer has none of the gradients that the lost one was to apply.
+                self._deferred = deque(one for one in self._deferred if not isinstance(one[1], c.Apply))
+                self.trainer.drop_outstanding()
+            case e.BoundChanged(max_staleness=bound):
+                self._ledger.record(setting_changed(BOUND, self._bound, bound), at)
+                self._bound = bound
+            case e.Published(version=version):
+                failed = sum(self._trajectories.failed.values())
+                live = self._trajectories.live_versions
+                self._metrics.published(version, at, live, failed, self._ledger.seconds)
+                self._metrics.mark("published", at, version=version)
+                if self.evaluation is not None:
+                    self.evaluation.version_published(version)
+            case e.Moved(trajectories=trajectories, source=source, target=target):
+                count = len(trajectories)
+                self._metrics.mark("moved", at, source=str(source), target=str(target), count=count)
+                if self.sessions is not None:
+                    self.sessions.moved(event)
+            case _:
+                pass
+
+    def _fetch_prompts(self, command: c.Command) -> None:
+        assert isinstance(command, c.FetchPrompts)
+        self.emit(self._trajectories.fetch(command.count))
+
+    def _retire(self, command: c.Command) -> None:
+        assert isinstance(command, c.Retire)
+        self._retirement.retire(command.version)
+
+    def _stalled(self, command: c.Command) -> None:
+        assert isinstance(command, c.Stalled)
+        self._notify("the run makes no progress: " + "; ".join(command.waits))
 
     # -- waiting ----------------------------------------------------------------------------------------------
 
-    def _pump(self, seconds: float) -> None:
-        parts = self._parts
-        due = parts.judges.next_due()
+    def _receive(self, seconds: float) -> None:
+        """Wait for messages and handle them; carry out what has become durable or due."""
+        due = self.reward.pool.next_due()
         if due is not None:
             seconds = min(seconds, due - time.monotonic())
-        for process, said in parts.processes.wait(seconds):
-            for message in said:
-                if process.channel is not None:  # it may have been given up meanwhile, with what it said
-                    self._hearing.take(process, message)
-            if process.channel is not None and process.channel.closed:
-                self._lost(process, process.reported_failure or "its process ended")
+        for worker, messages in self._processes.wait(seconds):
+            for message in messages:
+                if worker.channel is not None:  # the worker may have been given up meanwhile, with its messages
+                    self.receive(worker, message)
+            if worker.channel is not None and worker.channel.closed:
+                self.worker_lost(worker, worker.reported_failure or "its process ended")
         self._release()
-        for process in parts.judges.overdue():
-            self._lost(process, "it hung over a reward", by_question=True)
-        if time.monotonic() - self._looked > _LOOK:
-            self._look()
-        parts.crew.share_cores()
+        for worker in self.reward.pool.overdue():
+            self.worker_lost(worker, "it hung in a reward function or an environment", by_request=True)
+        if time.monotonic() - self._maintained > _MAINTENANCE_SECONDS:
+            self._maintain()
+        self._cores.update()
 
-    def _look(self) -> None:
-        """What is done now and then."""
-        parts = self._parts
-        self._looked = time.monotonic()
-        parts.recorder.settle(self.now())
-        parts.recorder.flush()
-        self._doing.retire_again()
-        self._scale()
-        self._see_to_evaluation()
-        for process, reason in parts.processes.unresponsive(self._deadlines.load, self._deadlines.heartbeat):
-            if process.handle is not None:  # ranks are lost together
-                self._lost(process, reason)
-        if parts.ledger.write_error != self._troubled:
-            self._troubled = parts.ledger.write_error
-            if self._troubled:
-                parts.notice(self._troubled)
+    def receive(self, worker: WorkerProcess, message: m.FromWorker) -> None:
+        """Handle one message of a worker."""
+        if isinstance(message, m.WorkerFailed):
+            self._worker_failed(worker, message)
+        else:
+            self._client(worker).receive(worker, message)
 
-    def _see_to_evaluation(self) -> None:
-        """No run waits for an evaluation for ever."""
-        evaluation = self._parts.evaluation
-        patience = self._deadlines.load + self._deadlines.train  # an engine that does not come up is replaced first
-        stuck = None if evaluation is None else evaluation.overdue(patience)
-        if evaluation is None or stuck is None:
-            return
-        waits = stuck.handle is not None and stuck.handle.pending
-        why = "there was no room for it" if waits else "it got nowhere"
-        self._parts.processes.remove(stuck)
-        evaluation.give_up()
-        reason = f"{why} for {patience:g} s (deadlines.load and deadlines.train)"
-        self._parts.recorder.note("lost", self.now(), who=stuck.name, reason=reason)
-        self._parts.notice(f"{stuck.name} is given up: {reason}; the run goes on without evaluations")
+    def _client(self, worker: WorkerProcess) -> WorkerClient:
+        clients: list[WorkerClient] = [self.rollout, self.trainer, self.reward]
+        if self.evaluation is not None:
+            clients.append(self.evaluation)
+        return next(client for client in clients if client.owns(worker))
 
     def _release(self) -> None:
-        """Carry out what waited for the ledger."""
-        ledger = self._parts.ledger
-        if ledger.failure:
-            raise RunError(ledger.failure)
-        while self._deferred and self._deferred[0][0] <= ledger.durable:
+        """Start the irreversible commands whose events are durable."""
+        if self._ledger.failure:
+            raise RunError(self._ledger.failure)
+        while self._deferred and self._deferred[0][0] <= self._ledger.durable:
             _, command = self._deferred.popleft()
-            self._doing.do(command)
+            self._executors[type(command)](command)
+
+    def _maintain(self) -> None:
+        """What is done every half second."""
+        self._maintained = time.monotonic()
+        self._metrics.settle(self.now())
+        self._metrics.flush()
+        self._retirement.retry()
+        if self._scaling is not None:
+            self.rollout.scale(self._scaling)
+        self._check_evaluator()
+        for worker, reason in self._processes.unresponsive(self._deadlines.load, self._deadlines.heartbeat):
+            if worker.handle is not None:  # ranks are lost together
+                self.worker_lost(worker, reason)
+        if self._ledger.write_error != self._ledger_error:
+            self._ledger_error = self._ledger.write_error
+            if self._ledger_error:
+                self._notify(self._ledger_error)
+
+    def _check_evaluator(self) -> None:
+        """No run waits for an evaluation for ever."""
+        patience = self._deadlines.load + self._deadlines.train  # an engine that does not come up is replaced first
+        stuck = None if self.evaluation is None else self.evaluation.give_up_if_stuck(patience)
+        if stuck is not None:
+            name, reason = stuck
+            self._metrics.mark("lost", self.now(), who=name, reason=reason)
+            self._notify(f"{name} is given up: {reason}; the run continues without evaluations")
 
     @property
     def _deadlines(self) -> Deadlines:
-        return self._parts.config.control.deadlines
+        return self._config.control.deadlines
 
     # -- losses -----------------------------------------------------------------------------------------------
 
-    def _lost(self, process: WorkerProcess, reason: str, *, by_question: bool = False) -> None:
-        """A process has ended, or is to end, without being asked to; perhaps over a question to user code."""
-        parts = self._parts
-        if process.role == "rank":
-            parts.crew.trainer.reported_failure = parts.crew.trainer.reported_failure or process.reported_failure
-            process, reason = parts.crew.trainer, f"{process.name}: {reason}"
-        name = process.name
-        if process.role == "reward":
-            by_question = by_question or parts.judges.asked(process)
-        again = parts.processes.lost(process, reason, by_question=by_question)
-        parts.recorder.note("lost", self.now(), who=name, reason=reason)
-        fate = "it is started again" if again else "it is given up after too many failures"
-        parts.notice(f"{name} is lost: {reason}; {fate}")
-        if process.role == "reward":
-            parts.judges.lost(process)
-        elif parts.evaluation is not None and parts.evaluation.owns(process):
-            parts.evaluation.lost()
-            if not again:
-                parts.evaluation.give_up()
-        elif process.role == "trainer":
-            parts.crew.trainer_lost()
-            self._saving = None
-            self._happen(e.TrainerLost(reason=reason))
-        else:
-            self._instance_lost(process, reason, again=again)
-        if not again:
-            self._go_on_without(process)
+    def _worker_failed(self, worker: WorkerProcess, message: m.WorkerFailed) -> None:
+        if message.by_user:
+            raise UserError(message.reason)
+        if message.final:
+            raise RunError(
+                f"{message.reason}; the checkpoint before it is kept: start a new run from that with a lower "
+                "trainer.optimiser.learning_rate, or fix what made these trajectories and resume the run"
+            )
+        worker.reported_failure = message.reason
+        self._notify(f"{worker.name}: {message.reason}")
 
-    def _instance_lost(self, process: WorkerProcess, reason: str, *, again: bool) -> None:
-        self._doing.moves.lost(process.name)
-        self._happen(e.InstanceLost(instance=process.name, reason=reason))
-        self._parts.crew.lost(process, again=again)
+    def worker_lost(self, worker: WorkerProcess, reason: str, *, by_request: bool = False) -> None:
+        """A worker has ended, or has to be ended; `by_request` if user code that it ran was the cause."""
+        if worker.role == "rank":
+            trainer = self.trainer.worker
+            trainer.reported_failure = trainer.reported_failure or worker.reported_failure
+            worker, reason = trainer, f"{worker.name}: {reason}"
+        name = worker.name
+        if worker.role == "reward":
+            by_request = by_request or self.reward.pool.handling(worker)
+        restarts = self._processes.lost(worker, reason, by_request=by_request)
+        logger.warning("%s is lost: %s", name, reason)
+        self._metrics.mark("lost", self.now(), who=name, reason=reason)
+        outcome = "it is restarted" if restarts else "it is given up after too many failures"
+        self._notify(f"{name} is lost: {reason}; {outcome}")
+        self._client(worker).lost(worker, reason, restarts=restarts)
+        if not restarts:
+            self._continue_without(worker)
 
-    def _scale(self) -> None:
-        """Have as many instances as are wanted now."""
-        if self._scaling is None:
-            return
-        wanted, crew = self._scaling.wanted(), self._parts.crew
-        while len(crew.places) < wanted:
-            crew.begin_instance()
-        while len(crew.places) > wanted:
-            # Of those given up nothing is lost, and somebody has to be left.
-            leaving = next((one for one in crew.places if one.given_up), crew.places[-1])
-            crew.places.remove(leaving)
-            self._dismiss(leaving)
-
-    def _dismiss(self, process: WorkerProcess) -> None:
-        """An instance leaves: to the orchestrator it is lost, and its requests go on elsewhere from their tokens."""
-        self._parts.processes.remove(process)
-        reason = "the run has fewer instances now"
-        self._parts.recorder.note("left", self.now(), who=process.name)
-        self._parts.notice(f"{process.name} leaves: {reason}")
-        self._instance_lost(process, reason, again=False)
-
-    def _go_on_without(self, process: WorkerProcess) -> None:
-        parts = self._parts
-        left = [one for one in parts.processes.workers if one.role == process.role and not one.given_up]
-        if parts.evaluation is not None:
-            left = [one for one in left if not parts.evaluation.owns(one)]
+    def _continue_without(self, worker: WorkerProcess) -> None:
+        left = [one for one in self._processes.workers if one.role == worker.role and not one.given_up]
+        if self.evaluation is not None:
+            left = [one for one in left if not self.evaluation.owns(one)]
         if not left:
             raise RunError(
-                f"no {process.role} worker is left: {process.worker_id} failed {process.failures} times in a row, last "
-                f"with: {process.last_failure}; see {process.worker_id}.log in the run's logs, then resume the run"
+                f"no {worker.role} worker is left: {worker.worker_id} failed {worker.failures} times in a row, last "
+                f"with: {worker.last_failure}; see {worker.worker_id}.log in the run's logs, then resume the run"
             )
-        if process.role != "trainer":
-            parts.notice(f"the run goes on with {len(left)} {process.role}{'s' if len(left) > 1 else ''}")
+        if worker.role != "trainer":
+            self._notify(f"the run continues with {len(left)} {worker.role}{'s' if len(left) > 1 else ''}")
+
+
+def session_limits(config: RunConfig) -> SessionLimits:
+    """The limits of multi-turn trajectories."""
+    return SessionLimits(
+        config.control.max_response_tokens, config.rollout.engine.max_context, config.environment.timeout_seconds
+    )

@@ -8,7 +8,7 @@ from typing import Any
 from dora_rl.core.errors import ConfigError
 from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.run_dir import RunDir
-from dora_rl.runtime.supervisor.metrics_recorder import Tracker
+from dora_rl.runtime.supervisor.metrics import Tracker
 
 
 class TensorBoard:

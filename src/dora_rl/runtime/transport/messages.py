@@ -1,4 +1,17 @@
-"""What the supervisor and its processes say to each other, besides the orchestrator's own events and commands."""
+"""Messages between the supervisor and its workers.
+
+    supervisor -> any worker       StartWorker, SetThreads, StopWorker, RunCommand
+    supervisor -> rollout worker   SubmitRequests, ExtendRequest, EndRequest, ExportKv, ImportKv
+    rollout worker -> supervisor   RolloutReady, RolloutReport, KvExported, KvImported, NotParked, SlotTime, EngineStats
+    supervisor -> trainer          TrainGroups, JoinRanks, SaveCheckpoint
+    trainer -> supervisor          TrainerReport, StepMetrics, CheckpointWritten, SaveDone, RanksAddress
+    supervisor -> reward worker    ScoreRequest, EnvRequest, CloseSession
+    reward worker -> supervisor    ScoreResult, EnvResult
+    any worker -> supervisor       WorkerReady, Heartbeat, WorkerFailed
+
+The orchestrator's own commands and events travel inside `RunCommand`, `RolloutReport` and `TrainerReport`. Generated
+tokens have one form on every link, `core.tokens.TokenChunk`.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +20,7 @@ import msgspec
 from dora_rl.core.commands import AnyCommand
 from dora_rl.core.events import AnyEvent
 from dora_rl.core.file_digests import FileDigest
+from dora_rl.core.tokens import TokenChunk
 from dora_rl.core.trajectory import StopReason
 from dora_rl.core.types import (
     Attempt,
@@ -26,74 +40,60 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="message", ta
     """Base of all messages."""
 
 
-# -- to every process -------------------------------------------------------------------------------------------
+# -- to every worker --------------------------------------------------------------------------------------------
 
 
 class StartWorker(Message, frozen=True, kw_only=True):
-    """The first message: who you are."""
+    """The first message on a link: which role the worker has, and with which settings."""
 
     role: str
     name: InstanceId
+    """Process name, unique per restart."""
     config: bytes
     """The run's config as JSON."""
     folder: str
-    """The run's folder; only the trainer, and instances of its machine, may count on it."""
+    """The run directory; only the trainer and instances on its node can rely on it."""
     base: str
-    """Where relative paths of the configuration start."""
+    """The folder that relative paths of the config start from."""
     origin: Nanoseconds
     """Monotonic time at which the run's clock reads zero."""
     threads: int
     niceness: int = 0
-    """Added to that of the process."""
+    """Added to the niceness of the process."""
     rank: int = 0
-    """Of the trainer's processes, which one."""
+    """Rank of this trainer process."""
     ranks: int = 1
+    """Number of trainer processes."""
 
 
 class RunCommand(Message, frozen=True, kw_only=True):
-    """A command of the orchestrator that the process carries out as it is."""
+    """A command of the orchestrator that the worker carries out as it is."""
 
     command: AnyCommand
 
 
 class SetThreads(Message, frozen=True, kw_only=True):
-    """Compute with so many threads from now on."""
+    """Compute with this many threads from now on."""
 
     count: int
 
 
 class StopWorker(Message, frozen=True, kw_only=True):
-    """Stop, with what you have reported."""
+    """Report what is left to report, then exit."""
 
 
-# -- to instances -----------------------------------------------------------------------------------------------
+# -- to rollout workers -----------------------------------------------------------------------------------------
 
 
 class SubmitRequests(Message, frozen=True, kw_only=True):
-    """Generate these."""
+    """Generate these requests in a slot."""
 
     slot: int
     requests: tuple[Request, ...]
 
 
-class ExportKv(Message, frozen=True, kw_only=True):
-    """Pack these requests for a move, those that are still here."""
-
-    move: int
-    trajectories: tuple[TrajectoryId, ...]
-    attempts: tuple[Attempt, ...]
-
-
-class ImportKv(Message, frozen=True, kw_only=True):
-    """Go on with the requests of a bundle."""
-
-    move: int
-    bundle: str
-    slot: int
-
-
 class ExtendRequest(Message, frozen=True, kw_only=True):
-    """Go on with a parked request after these tokens."""
+    """Continue a parked request after these tokens of its environment."""
 
     trajectory: TrajectoryId
     attempt: Attempt
@@ -102,40 +102,49 @@ class ExtendRequest(Message, frozen=True, kw_only=True):
 
 
 class EndRequest(Message, frozen=True, kw_only=True):
-    """A parked request has had its last turn."""
+    """End a parked request: its environment is done."""
 
     trajectory: TrajectoryId
     attempt: Attempt
 
 
+class ExportKv(Message, frozen=True, kw_only=True):
+    """Pack those of these requests that are still running, with their KV, into a bundle."""
+
+    move: int
+    trajectories: tuple[TrajectoryId, ...]
+    attempts: tuple[Attempt, ...]
+
+
+class ImportKv(Message, frozen=True, kw_only=True):
+    """Continue the requests of a bundle in a slot."""
+
+    move: int
+    bundle: str
+    slot: int
+
+
 # -- to the trainer ---------------------------------------------------------------------------------------------
 
 
-class TrainedTrajectory(Message, frozen=True, kw_only=True):
-    """A trajectory for training; arrays as little-endian bytes."""
+class SampledTrajectory(Message, frozen=True, kw_only=True):
+    """A scored trajectory, ready for training."""
 
     id: TrajectoryId
     version: Version
     prompt: bytes
     """int32"""
-    response: bytes
-    """int32"""
-    logprobs: bytes
-    """float32, one for each token of the response"""
-    observed: bytes = b""
-    """bool, true where the environment and not the policy said the token; empty: the policy said all"""
+    chunks: tuple[TokenChunk, ...]
+    """The whole response, in order."""
     reward: float
     stop_reason: StopReason
-    experts: bytes = b""
-    """int16 [tokens that the policy said, layers, experts], empty if not recorded"""
-    experts_shape: tuple[int, int] = (0, 0)
 
 
-class TrainedGroup(Message, frozen=True, kw_only=True):
-    """A group for training."""
+class SampledGroup(Message, frozen=True, kw_only=True):
+    """The siblings of a group that were finished."""
 
     id: GroupId
-    trajectories: tuple[TrainedTrajectory, ...]
+    trajectories: tuple[SampledTrajectory, ...]
 
 
 class TrainGroups(Message, frozen=True, kw_only=True):
@@ -143,25 +152,25 @@ class TrainGroups(Message, frozen=True, kw_only=True):
 
     step: StepId
     attempt: Attempt
-    groups: tuple[TrainedGroup, ...]
+    groups: tuple[SampledGroup, ...]
 
 
 class JoinRanks(Message, frozen=True, kw_only=True):
-    """Where the ranks of the trainer meet."""
+    """Join the process group of the trainer at this address."""
 
     address: str
     port: int
 
 
 class SaveCheckpoint(Message, frozen=True, kw_only=True):
-    """Write a checkpoint, unless the last one is of this version."""
+    """Write a checkpoint, unless the last one has the current version."""
 
 
-# -- to judges --------------------------------------------------------------------------------------------------
+# -- to reward workers ------------------------------------------------------------------------------------------
 
 
 class ScoreRequest(Message, frozen=True, kw_only=True):
-    """What is this response worth?"""
+    """Compute the reward of a response."""
 
     item: int
     problem: Problem
@@ -170,83 +179,75 @@ class ScoreRequest(Message, frozen=True, kw_only=True):
 
 
 class EnvRequest(Message, frozen=True, kw_only=True):
-    """Give an environment what the policy said; with nothing said yet, begin it."""
+    """Reset an environment session, step it with the policy's last turn, or finish it."""
 
     item: int
     session: TrajectoryId
     problem: Problem
     texts: tuple[str, ...]
-    """Of all turns that it was or is to be told, so that a session which was lost can be played again."""
+    """The policy's turns so far, so that a session that was lost can be replayed; empty: reset the environment."""
     tokens: tuple[int, ...]
-    """Of the last one."""
+    """Tokens of the last turn."""
     finish: bool
-    """No more turns: the verdict, please."""
+    """No turn follows: return the final reward."""
 
 
 class CloseSession(Message, frozen=True, kw_only=True):
-    """A session is not needed any more."""
+    """Close an environment session that is no longer needed."""
 
     session: TrajectoryId
 
 
-# -- from processes ---------------------------------------------------------------------------------------------
+# -- from rollout workers ---------------------------------------------------------------------------------------
 
 
 class RolloutReady(Message, frozen=True, kw_only=True):
-    """An instance is ready."""
+    """The engine is up and can load weights."""
 
     spec: InstanceSpec
     kernels: str
 
 
-class Said(Message, frozen=True, kw_only=True):
-    """Tokens of a response, in order."""
-
-    trajectory: TrajectoryId
-    attempt: Attempt
-    version: Version
-    start: int
-    tokens: bytes
-    """int32"""
-    logprobs: bytes
-    """float32"""
-    experts: bytes = b""
-    experts_shape: tuple[int, int] = (0, 0)
-
-
 class ResponseEnded(Message, frozen=True, kw_only=True):
-    """A response has ended."""
+    """A response is complete."""
 
     trajectory: TrajectoryId
     attempt: Attempt
     reason: StopReason
 
 
-class Report(Message, frozen=True, kw_only=True):
-    """What an instance has to tell: first what was said, then what follows from it."""
+class RolloutReport(Message, frozen=True, kw_only=True):
+    """Generated tokens, then the events that follow from them."""
 
-    said: tuple[Said, ...] = ()
+    chunks: tuple[TokenChunk, ...] = ()
     ended: tuple[ResponseEnded, ...] = ()
     events: tuple[AnyEvent, ...] = ()
 
 
 class KvExported(Message, frozen=True, kw_only=True):
-    """A bundle is ready, with these requests in it; without any there is no bundle."""
+    """A bundle with these requests is ready; if the list is empty there is no bundle."""
 
     move: int
     bundle: str
     trajectories: tuple[TrajectoryId, ...]
     attempts: tuple[Attempt, ...]
     problem: str = ""
-    """Why there is no bundle: the requests are still here."""
+    """Why there is no bundle: the requests stay on this instance."""
 
 
 class KvImported(Message, frozen=True, kw_only=True):
-    """Who arrived out of a bundle; the others did not."""
+    """The requests of a bundle that arrived; the others did not."""
 
     move: int
     arrived: tuple[TrajectoryId, ...]
     problems: tuple[str, ...] = ()
+
+
+class NotParked(Message, frozen=True, kw_only=True):
+    """A request that was to continue is not parked on this instance."""
+
+    trajectory: TrajectoryId
+    attempt: Attempt
 
 
 class TimeShare(msgspec.Struct, frozen=True, kw_only=True):
@@ -259,7 +260,7 @@ class TimeShare(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SlotTime(Message, frozen=True, kw_only=True):
-    """Where a slot's time went in a window; the shares add up to its length."""
+    """How a slot spent a window of time; the shares add up to its length."""
 
     slot: int
     start: Nanoseconds
@@ -268,87 +269,97 @@ class SlotTime(Message, frozen=True, kw_only=True):
 
 
 class EngineStats(Message, frozen=True, kw_only=True):
-    """What an instance has done so far, in tokens and requests."""
+    """Counters of an engine since it started, in tokens and requests."""
 
     figures: dict[str, int]
 
 
+# -- from the trainer -------------------------------------------------------------------------------------------
+
+
+class TrainerReport(Message, frozen=True, kw_only=True):
+    """Events of the trainer for the orchestrator."""
+
+    events: tuple[AnyEvent, ...]
+
+
 class StepMetrics(Message, frozen=True, kw_only=True):
-    """The trainer's metrics of a step."""
+    """Metrics of a training step."""
 
     step: StepId
     metrics: dict[str, float]
 
 
 class CheckpointWritten(Message, frozen=True, kw_only=True):
-    """A checkpoint was written, file by file; `kept` are all that are on disk now."""
+    """A checkpoint on disk, with a digest of each file."""
 
     name: str
     files: dict[str, FileDigest]
     kept: tuple[str, ...]
+    """All checkpoints that are on disk now."""
     restored: bool = False
-    """It was there when this trainer began, and not written by it."""
+    """The checkpoint was on disk when this trainer started; this trainer did not write it."""
 
 
 class SaveDone(Message, frozen=True, kw_only=True):
-    """A checkpoint is on disk."""
+    """The answer to `SaveCheckpoint`."""
 
     version: Version
     path: str
 
 
-class Heartbeat(Message, frozen=True, kw_only=True):
-    """A sign of life of an instance that has had nothing else to say for a while."""
-
-
-class WorkerReady(Message, frozen=True, kw_only=True):
-    """A judge can be asked; a rank of the trainer can be told where to meet."""
-
-
 class RanksAddress(Message, frozen=True, kw_only=True):
-    """Where the first rank of the trainer waits for the others."""
+    """Where rank 0 waits for the other ranks."""
 
     address: str
     port: int
 
 
+# -- from reward workers ----------------------------------------------------------------------------------------
+
+
 class ScoreResult(Message, frozen=True, kw_only=True):
-    """What a response is worth, or why that can't be said."""
+    """The reward of a response, or why it failed."""
 
     item: int
     reward: float | None
     components: dict[str, float]
+    """What each reward function returned, and further numbers that it reported."""
     failed: str | None
     replayed: tuple[str, ...] = ()
     """As in `EnvResult`."""
 
 
 class EnvResult(Message, frozen=True, kw_only=True):
-    """What an environment answered."""
+    """The observation of an environment."""
 
     item: int
     observation: str | None
     done: bool
     replayed: tuple[str, ...] = ()
-    """What it said to begin with and to the earlier turns, if they had to be played again."""
+    """The observations of the earlier turns, if the session had to be replayed."""
     failed: str | None = None
 
 
-class NotParked(Message, frozen=True, kw_only=True):
-    """A request that shall go on is not parked here."""
+# -- from every worker ------------------------------------------------------------------------------------------
 
-    trajectory: TrajectoryId
-    attempt: Attempt
+
+class WorkerReady(Message, frozen=True, kw_only=True):
+    """A reward worker accepts requests; a rank of the trainer can be sent `JoinRanks`."""
+
+
+class Heartbeat(Message, frozen=True, kw_only=True):
+    """A sign of life of a worker that has sent nothing else for a while."""
 
 
 class WorkerFailed(Message, frozen=True, kw_only=True):
-    """The last words of a process: why it can't go on."""
+    """The last message of a worker that can't continue."""
 
     reason: str
     by_user: bool = False
-    """A mistake in the configuration, that starting again does not mend."""
+    """The config is wrong, and a restart would not help."""
     final: bool = False
-    """The same would happen to the next life."""
+    """The same would happen after a restart."""
 
 
 ToWorker = (
@@ -370,19 +381,20 @@ ToWorker = (
 )
 FromWorker = (
     RolloutReady
-    | Report
+    | RolloutReport
     | KvExported
     | KvImported
+    | NotParked
     | SlotTime
     | EngineStats
-    | Heartbeat
+    | TrainerReport
     | StepMetrics
     | CheckpointWritten
-    | RanksAddress
     | SaveDone
-    | WorkerReady
+    | RanksAddress
     | ScoreResult
     | EnvResult
-    | NotParked
+    | WorkerReady
+    | Heartbeat
     | WorkerFailed
 )

@@ -58,7 +58,7 @@ class RolloutWorker:
         """If set, the supervisor's thread allocation is ignored."""
         weights = data_plane.weights(start, config)
         self._engine = make_engine(config, weights, start.name, start.threads, self._now)
-        self._said: list[m.Said] = []
+        self._chunks: list[TokenChunk] = []
         self._ended: list[m.ResponseEnded] = []
         self._events: list[AnyEvent] = []
         self._last_report_at = time.monotonic()
@@ -93,7 +93,7 @@ class RolloutWorker:
             seconds = _LOAD_POLL_SECONDS
         else:
             seconds = max(0.0, self._last_progress_at + self._heartbeat - time.monotonic())
-        if self._said or self._ended or self._events:
+        if self._chunks or self._ended or self._events:
             self._send(force=True)
         self._channel.wait(seconds)
 
@@ -187,7 +187,7 @@ class RolloutWorker:
     # -- outgoing reports -------------------------------------------------------------------------------------
 
     def _take(self, output: StepOutput) -> None:
-        self._said += [_said(chunk) for chunk in output.chunks]
+        self._chunks += [chunk.for_training() for chunk in output.chunks]
         parked = {event.trajectory for event in output.events if isinstance(event, Parked)}
         for finished in output.finished:
             if finished.reason is not FinishReason.FAILED and finished.trajectory not in parked:
@@ -211,12 +211,12 @@ class RolloutWorker:
             self._events.append(self._engine.progress())
             self._account()
             force = True
-        if not (self._said or self._ended or self._events):
+        if not (self._chunks or self._ended or self._events):
             return
         if force or self._events or now >= self._last_report_at + _REPORT_SECONDS:
             self._last_report_at = now
-            report = m.Report(said=tuple(self._said), ended=tuple(self._ended), events=tuple(self._events))
-            self._said, self._ended, self._events = [], [], []
+            report = m.RolloutReport(chunks=tuple(self._chunks), ended=tuple(self._ended), events=tuple(self._events))
+            self._chunks, self._ended, self._events = [], [], []
             self._channel.send(report)
 
     def _account(self) -> None:
@@ -240,16 +240,3 @@ class RolloutWorker:
 
     def _now(self) -> Nanoseconds:
         return time.monotonic_ns() - self._origin
-
-
-def _said(chunk: TokenChunk) -> m.Said:
-    return m.Said(
-        trajectory=chunk.trajectory,
-        attempt=chunk.attempt,
-        version=chunk.version,
-        start=chunk.start,
-        tokens=chunk.token_data,
-        logprobs=chunk.logprob_data,
-        experts=chunk.expert_data,
-        experts_shape=chunk.expert_shape,
-    )

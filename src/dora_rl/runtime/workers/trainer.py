@@ -192,7 +192,7 @@ class TrainerWorker:
             raise CheckpointError(f"no checkpoint in {self._run_dir.checkpoints} can be read any more")
 
     def _report(self, event: e.AnyEvent) -> None:
-        self._reports.send(m.Report(events=(event,)))
+        self._reports.send(m.TrainerReport(events=(event,)))
 
 
 def merged(messages: list[m.ToWorker]) -> list[m.ToWorker]:
@@ -211,34 +211,19 @@ def merged(messages: list[m.ToWorker]) -> list[m.ToWorker]:
     return result
 
 
-def group(sent: m.TrainedGroup) -> Group:
+def group(sampled: m.SampledGroup) -> Group:
     """The trainer's record of a group."""
-    return Group(id=sent.id, trajectories=tuple(_trajectory(one) for one in sent.trajectories))
+    return Group(id=sampled.id, trajectories=tuple(map(_trajectory, sampled.trajectories)))
 
 
-def _trajectory(sent: m.TrainedTrajectory) -> Trajectory:
-    prompt = np.frombuffer(sent.prompt, dtype=np.int32)
-    response = np.frombuffer(sent.response, dtype=np.int32)
-    spoken = np.ones(len(response), dtype=np.bool_)
-    if sent.observed:
-        spoken = ~np.frombuffer(sent.observed, dtype=np.bool_)
-    logprobs = np.frombuffer(sent.logprobs, dtype=np.float32)
-    experts = None
-    if sent.experts:
-        said = np.frombuffer(sent.experts, dtype=np.int16).reshape(-1, *sent.experts_shape)
-        # A token's record is of the pass that gave its logits, which is the pass over the token before it. What the
-        # environment said has none.
-        experts = np.full((len(prompt) + len(response), *sent.experts_shape), -1, dtype=np.int16)
-        experts[len(prompt) - 1 : -1][spoken] = said
-    return Trajectory(
-        id=sent.id,
-        version=sent.version,
-        tokens=np.concatenate([prompt, response]),
-        loss_mask=np.concatenate([np.zeros(len(prompt), dtype=np.bool_), spoken]),
-        behaviour_logprobs=np.concatenate([np.zeros(len(prompt), dtype=np.float32), logprobs]),
-        reward=sent.reward,
-        stop_reason=sent.stop_reason,
-        routed_experts=experts,
+def _trajectory(sampled: m.SampledTrajectory) -> Trajectory:
+    return Trajectory.from_chunks(
+        sampled.id,
+        sampled.version,
+        np.frombuffer(sampled.prompt, dtype=np.int32),
+        sampled.chunks,
+        sampled.reward,
+        sampled.stop_reason,
     )
 
 

@@ -53,10 +53,10 @@ class SupervisorActor:
 
         try:
             machine = RayMachine(cluster=self._backend)
-            run = self._run = Run(self._run_dir, notice=self.notify, machine=machine, bound=self._bound)
-            run.world.stopping = self._stopping.is_set()
+            run = self._run = Run(self._run_dir, notify=self.notify, machine=machine, bound=self._bound)
+            run.supervisor.stopping = self._stopping.is_set()
             with self.watching(run) as watch:
-                run.go(watch)
+                run.run(watch)
             return ("finished" if run.orchestrator.finished else "stopped"), ""
         except UserError as error:
             return "user", str(error)
@@ -73,7 +73,7 @@ class SupervisorActor:
         """End the run; everything is kept."""
         self._stopping.set()
         if self._run is not None:
-            self._run.world.stopping = True
+            self._run.supervisor.stopping = True
 
     def notices(self, after: int) -> list[str]:
         """Messages for the user, without the first `after` ones."""

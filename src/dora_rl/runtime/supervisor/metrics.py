@@ -1,4 +1,5 @@
-"""Figures of a run: one line a step in `metrics.jsonl`, and where the time went in `activity.jsonl`.
+"""Metrics of a run: one line a step in `metrics.jsonl`, responses as text in `samples.jsonl`, and how time was spent in
+`activity.jsonl`. No decision depends on them.
 
 Occupancy is the share of slot time that was not idle and not loading (`core.time_accounting`).
 """
@@ -10,24 +11,24 @@ import json
 import re
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 from dora_rl.core.activities import ActivityLabel, IdleCause, IdleReason
 from dora_rl.core.time_accounting import Activity, TimeAccount, activity_name, occupancy
-from dora_rl.core.types import SECOND, Nanoseconds, StepId, Version
+from dora_rl.core.types import SECOND, GroupId, InstanceId, Nanoseconds, StepId, Version
 from dora_rl.runtime.run_dir import RunDir
-from dora_rl.runtime.supervisor.evaluation import Evaluated
+from dora_rl.runtime.supervisor.evaluation_client import EvaluationResult
 from dora_rl.runtime.supervisor.trajectory_store import GroupEntry
 from dora_rl.runtime.transport.messages import SlotTime, TimeShare
 
 _LONGEST_TAG = 80
-"""Letters of the part of a tag that users have named."""
+"""Most characters of a tag section that users have named."""
 
 
 class Tracker(Protocol):
-    """Where figures go besides the files."""
+    """A further destination of metrics besides `metrics.jsonl`."""
 
     def log(self, figures: dict[str, float], step: int) -> None: ...
 
@@ -35,60 +36,80 @@ class Tracker(Protocol):
 
 
 class MetricsRecorder:
-    """The figures of one run."""
+    """The metrics of one run, since this supervisor started."""
 
-    def __init__(self, folder: RunDir, trackers: list[Tracker], now: Nanoseconds) -> None:
-        self._metrics, self._samples, self._activity = map(_append, (folder.metrics, folder.samples, folder.activity))
+    def __init__(
+        self,
+        run_dir: RunDir,
+        trackers: list[Tracker],
+        now: Nanoseconds,
+        *,
+        decode: Callable[[Sequence[int]], str],
+        samples: int,
+    ) -> None:
+        """`samples` groups of each step are written as text."""
+        files = (run_dir.metrics, run_dir.samples, run_dir.activity)
+        self._metrics, self._samples, self._activity = map(_append, files)
         self._trackers = trackers
-        self.trainer = TimeAccount(now, Activity(ActivityLabel.IDLE, cause=IdleCause(reason=IdleReason.STARTING)))
+        self._decode = decode
+        self._samples_per_step = samples
+        starting = IdleCause(reason=IdleReason.STARTING)
+        self.trainer_time = TimeAccount(now, Activity(ActivityLabel.IDLE, cause=starting))
+        """How the trainer spends its time; the trainer client switches it."""
         self._trainer_window = now
         self.last: dict[str, float] = {}
-        """Figures of the last step."""
-        self.evaluations: list[Evaluated] = []
+        """Metrics of the last step."""
+        self.evaluations: list[EvaluationResult] = []
         self.time: Counter[str] = Counter()
-        """Slot time by label, idle time by `idle: cause`, over the whole run."""
+        """Slot time by label, idle time by `idle: cause`."""
         self._step_time: Counter[str] = Counter()
         self.moved = 0
-        """Requests that arrived."""
+        """Requests that were migrated."""
         self._step_moved = 0
-        self.counted: dict[str, dict[str, int]] = {}
+        self.engine_stats: dict[str, dict[str, int]] = {}
+        """The last counters of each instance."""
         self._reprefilled = 0
-        """Tokens prefilled again, up to the last step."""
+        """Tokens that were prefilled again, up to the last step."""
         self._pending: dict[StepId, dict[str, float]] = {}
+        """Metrics of steps that are trained and not published yet."""
         self._published_at = now
         self.steps = 0
         self.tokens = 0
-        """Response tokens trained."""
+        """Response tokens that were trained."""
         self.staleness: Counter[int] = Counter()
         self.most_live = 0
         self.step_seconds: list[float] = []
 
     # -- what is reported -------------------------------------------------------------------------------------
 
-    def spent(self, name: str, message: SlotTime) -> None:
-        """A window of a slot's time."""
+    def slot_time(self, instance: InstanceId, message: SlotTime) -> None:
+        """Account for a window of a slot's time."""
         for share in message.shares:
             key = activity_name(share.label, share.cause)
             self.time[key] += share.spent
             self._step_time[key] += share.spent
-        self._window(f"{name}/{message.slot}", message.start, message.end, list(message.shares))
+        self._window(f"{instance}/{message.slot}", message.start, message.end, list(message.shares))
 
-    def arrived(self, requests: int) -> None:
+    def migrated(self, requests: int) -> None:
+        """Count requests that arrived on another instance with their KV."""
         self.moved += requests
         self._step_moved += requests
 
-    def stepped(self, step: StepId, metrics: dict[str, float], groups: list[GroupEntry]) -> None:
-        """The trainer is through with a step."""
-        ages = Counter(step - group.version for group in groups)
-        self.staleness += ages
-        tokens = sum(len(one.response) for group in groups for one in group.trajectories.values() if not one.failed)
+    def step_trained(self, step: StepId, metrics: dict[str, float], groups: Mapping[GroupId, GroupEntry]) -> None:
+        """Keep the metrics of a step until its version is published, and write some of its responses as text."""
+        staleness = Counter(step - group.version for group in groups.values())
+        self.staleness += staleness
+        trajectories = [one for group in groups.values() for one in group.trajectories.values()]
+        tokens = sum(one.length for one in trajectories if not one.failed)
         self.tokens += tokens
-        ours = {f"off_policy/staleness_{age}": count / len(groups) for age, count in sorted(ages.items())}
-        ours |= reward_figures([one.reward_components for group in groups for one in group.trajectories.values()])
+        ours = {f"off_policy/staleness_{age}": count / len(groups) for age, count in sorted(staleness.items())}
+        ours |= reward_metrics([one.reward_components for one in trajectories])
         self._pending[step] = metrics | ours | {"batch/response_tokens": float(tokens)}
+        for group, entry in list(groups.items())[: self._samples_per_step]:
+            self._write_samples(step, group, entry)
 
-    def published(self, version: Version, now: Nanoseconds, live: int, verdicts: int, ledger_seconds: float) -> None:
-        """A version is there: the step before it is over."""
+    def published(self, version: Version, now: Nanoseconds, live: int, failed: int, ledger_seconds: float) -> None:
+        """Write the metrics of the step that ended with this version."""
         self.most_live = max(self.most_live, live)
         figures = self._pending.pop(version - 1, None)
         if figures is not None:
@@ -104,7 +125,7 @@ class MetricsRecorder:
                 "rollout/versions_together": float(self._together()),
                 "rollout/migrations": float(self._step_moved),
                 "rollout/reprefilled_tokens": float(self._reprefilled_since()),
-                "rollout/failed_trajectories": float(verdicts),
+                "rollout/failed_trajectories": float(failed),
                 "timing_s/ledger": ledger_seconds,
                 **{
                     f"idle/{IdleReason(key.removeprefix('idle: ')).tag}": spent / slot_time
@@ -118,8 +139,8 @@ class MetricsRecorder:
         self._step_time.clear()
         self._step_moved = 0
 
-    def evaluated(self, result: Evaluated, now: Nanoseconds) -> None:
-        """An evaluation is over."""
+    def evaluated(self, result: EvaluationResult, now: Nanoseconds) -> None:
+        """Write the result of an evaluation."""
         self.evaluations.append(result)
         figures = {
             "eval/held_out/accuracy": result.accuracy,
@@ -129,13 +150,9 @@ class MetricsRecorder:
         }
         self._write({"evaluation": result.version, "version": result.version, "time": round(now / SECOND, 3)}, figures)
 
-    def sample(self, record: dict[str, Any]) -> None:
-        """A response as text."""
-        self._line(self._samples, record)
-
     def settle(self, now: Nanoseconds) -> None:
-        """Write the trainer's window up to now."""
-        self.trainer.settle(now)
+        """Write the trainer's window of time up to now."""
+        self.trainer_time.settle(now)
         shares = [
             TimeShare(
                 label=activity.label.value,
@@ -143,15 +160,15 @@ class MetricsRecorder:
                 cause="" if activity.cause is None else activity.cause.reason.value,
                 spent=spent,
             )
-            for activity, spent in self.trainer.totals.items()
+            for activity, spent in self.trainer_time.totals.items()
         ]
-        self.trainer.totals.clear()  # each version has totals of its own: kept, they would grow with the run
+        self.trainer_time.totals.clear()  # there are totals for each version: kept, they would grow with the run
         if now > self._trainer_window:
             self._window("trainer", self._trainer_window, now, shares)
             self._trainer_window = now
 
-    def note(self, kind: str, now: Nanoseconds, **fields: Any) -> None:
-        """Something that the page about the run shows: a move, a published version, a lost process."""
+    def mark(self, kind: str, now: Nanoseconds, **fields: Any) -> None:
+        """Record something that the timeline shows: a migration, a published version, a lost process."""
         self._line(self._activity, {"note": kind, "at": now, **fields})
 
     def flush(self) -> None:
@@ -169,14 +186,31 @@ class MetricsRecorder:
     # -- inside -----------------------------------------------------------------------------------------------
 
     def _reprefilled_since(self) -> int:
-        """Tokens prefilled again since this was last asked."""
+        """Tokens that were prefilled again since the last call."""
         before = self._reprefilled
-        self._reprefilled = sum(figures.get("reprefilled", 0) for figures in self.counted.values())
+        self._reprefilled = sum(stats.get("reprefilled", 0) for stats in self.engine_stats.values())
         return self._reprefilled - before
 
     def _together(self) -> int:
-        """Most versions that computed in one step of an instance, so far."""
-        return max((figures.get("together", 0) for figures in self.counted.values()), default=0)
+        """The most versions that computed in one step of an instance so far."""
+        return max((stats.get("together", 0) for stats in self.engine_stats.values()), default=0)
+
+    def _write_samples(self, step: StepId, group: GroupId, entry: GroupEntry) -> None:
+        for trajectory, one in entry.trajectories.items():
+            record = {
+                "step": step,
+                "group": group,
+                "trajectory": trajectory,
+                "version": entry.version,
+                "versions": one.versions,
+                "prompt": self._decode(entry.prompt),
+                "response": self._decode(one.response),
+                "tokens": one.length,
+                "reward": one.reward,
+                "reward_components": one.reward_components,
+                "stop": one.ended,
+            }
+            self._line(self._samples, record)
 
     def _window(self, who: str, start: Nanoseconds, end: Nanoseconds, shares: list[TimeShare]) -> None:
         rows = [[share.label, share.version, share.cause, share.spent] for share in shares]
@@ -193,17 +227,17 @@ class MetricsRecorder:
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
-def reward_figures(parts: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Mean and standard deviation of each part of the reward, over the trajectories that have it."""
+def reward_metrics(components: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Mean and standard deviation of each component of the reward, over the trajectories that have it."""
     values: dict[str, list[float]] = {}
-    for one in parts:
+    for one in components:
         for name, value in one.items():
             values.setdefault(name, []).append(value)
     figures: dict[str, float] = {}
     for name in sorted(values):
         tag = _tag(name)
         number = 2
-        while f"reward/{tag}/mean" in figures:  # names that differ only in what a tag can't have
+        while f"reward/{tag}/mean" in figures:  # names that differ only in characters that a tag can't have
             tag = f"{_tag(name)}_{number}"
             number += 1
         figures[f"reward/{tag}/mean"] = statistics.fmean(values[name])
@@ -212,13 +246,13 @@ def reward_figures(parts: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def _tag(name: str) -> str:
-    """A name that users have given, as a part of a metric's tag: letters, digits and a few signs, and not too long."""
+    """A user's name as a section of a metric's tag: letters, digits and a few signs, of limited length."""
     steps = [re.sub(r"[^A-Za-z0-9_.-]+", "_", step).strip("_") for step in name.split("/")]
     return "/".join(step for step in steps if step)[:_LONGEST_TAG].rstrip("/") or "unnamed"
 
 
 def _append(path: Path) -> IO[str]:
-    """A file to add lines to; half a line that a crash has left goes first."""
+    """Open a file for appending lines; half a line that a crash left is removed first."""
     with path.open("a+b") as file:
         file.seek(0)
         whole = file.read().rfind(b"\n") + 1
