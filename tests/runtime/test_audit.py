@@ -1,4 +1,4 @@
-"""`dora-rl audit` passes on real runs and names what is wrong with doctored ones."""
+"""`dora-rl audit` passes on real runs and names what is wrong with runs that were tampered with."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_real_runs_pass(finished: dict[str, RunDir], mode: str) -> None:
 
 @pytest.fixture
 def doctored(finished: dict[str, RunDir], tmp_path: Path) -> RunDir:
-    """A copy of a run, to be tampered with."""
+    """A copy of a run that a test may tamper with."""
     folder = RunDir(tmp_path / "run")
     folder.path.mkdir()
     for suffix in ("", "-wal", "-shm"):
@@ -72,7 +72,7 @@ def change(folder: RunDir, *statements: str) -> None:
     connection.close()
 
 
-# One row of each table, by a condition, and how its content is changed.
+# One row of each table, as a condition, and an assignment that changes it.
 ROWS = {
     "events": ("seq = 9", "at = at + 1"),
     "prompts": ("number = 1", "tokens = tokens + 1"),
@@ -92,7 +92,7 @@ NAMED = {
 
 
 def problems(folder: RunDir, table: str) -> list[str]:
-    """What the audit names about a table."""
+    """Problems that the audit finds with a table."""
     word = NAMED.get(table, f"table {table}")
     return [problem for problem in audited(folder).problems if word in problem]
 
@@ -110,7 +110,7 @@ def test_removed_row_is_named(doctored: RunDir, table: str) -> None:
     assert problems(doctored, table)
 
 
-# A copy of the row under a key that is free, or under none where there is none.
+# A copy of the row under a free key.
 COPIES = {
     "events": "SELECT (SELECT max(seq) + 1 FROM events), at, event, commands, chain",
     "prompts": "SELECT 'copy', 999, tokens",
@@ -133,7 +133,7 @@ def test_doubled_row_is_named(doctored: RunDir, table: str) -> None:
     )
 
 
-# Two rows change places.
+# Two rows are swapped.
 SWAPS = {
     "events": "UPDATE events SET seq = CASE seq WHEN 9 THEN -10 ELSE -9 END WHERE seq IN (9, 10)",
     "prompts": "UPDATE prompts SET number = CASE number WHEN 1 THEN -2 ELSE -1 END WHERE number IN (1, 2)",
@@ -144,7 +144,7 @@ SWAPS = {
 
 
 @pytest.mark.parametrize("table", SWAPS)
-def test_rows_that_change_places_are_named(doctored: RunDir, table: str) -> None:
+def test_swapped_rows_are_named(doctored: RunDir, table: str) -> None:
     column = {"events": "seq", "prompts": "number", "steps": "step"}.get(table, "id")
     # Steps count from 0, so their negatives are shifted by one.
     back = f"-1 - {column}" if table == "steps" else f"-{column}"
@@ -154,7 +154,7 @@ def test_rows_that_change_places_are_named(doctored: RunDir, table: str) -> None
     assert problems(doctored, table)
 
 
-def test_tokens_that_change_places_are_named(doctored: RunDir) -> None:
+def test_swapped_tokens_are_named(doctored: RunDir) -> None:
     change(
         doctored,
         "UPDATE tokens SET logprobs = (SELECT logprobs FROM tokens WHERE start = 0 ORDER BY trajectory LIMIT 1) "
@@ -173,7 +173,7 @@ def test_tokens_that_change_places_are_named(doctored: RunDir) -> None:
     ],
 )
 def test_doctored_moves_are_named(tmp_path: Path, statement: str) -> None:
-    """A log with a move in it: whether a small run moves requests is a matter of luck."""
+    """Uses a log with a move: whether a small run moves requests is a matter of chance."""
     path = tmp_path / "ledger.db"
     path.write_bytes(valid_ledger(tmp_path))
     terms = Terms(1, 2, 1, False, None)
@@ -205,7 +205,7 @@ Edit = Callable[[bytes, bytes], tuple[bytes, bytes]]
 
 
 def forge(folder: RunDir, edit: Edit) -> None:
-    """Rewrite the log with a chain that fits, and the tables from it: only what it says can be wrong."""
+    """Rewrite the log with a valid chain, and the tables from it: only the content can be wrong."""
     connection = sqlite3.connect(folder.ledger)
     link = b""
     for seq, at, event, commands in connection.execute("SELECT seq, at, event, commands FROM events").fetchall():
@@ -230,17 +230,17 @@ def forge(folder: RunDir, edit: Edit) -> None:
 
 
 def once(pattern: bytes, change: Callable[[re.Match[bytes]], bytes], *, commands: bool = False) -> Edit:
-    """Change the first place that fits."""
+    """Change the first match."""
     done = False
 
     def edit(event: bytes, answer: bytes) -> tuple[bytes, bytes]:
         nonlocal done
-        parts = [event, answer]
-        found = None if done else re.search(pattern, parts[commands])
+        texts = [event, answer]
+        found = None if done else re.search(pattern, texts[commands])
         if found is not None:
             done = True
-            parts[commands] = parts[commands][: found.start()] + change(found) + parts[commands][found.end() :]
-        return parts[0], parts[1]
+            texts[commands] = texts[commands][: found.start()] + change(found) + texts[commands][found.end() :]
+        return texts[0], texts[1]
 
     return edit
 
@@ -297,7 +297,7 @@ def test_log_that_contradicts_the_promises_is_named(doctored: RunDir, name: str)
 
 
 def forge_log_only(folder: RunDir, edit: Edit) -> None:
-    """The tables refuse what the log would say."""
+    """Rewrite only the log: the tables can't hold what it says."""
     connection = sqlite3.connect(folder.ledger)
     link = b""
     for seq, at, event, commands in connection.execute("SELECT seq, at, event, commands FROM events").fetchall():
@@ -311,7 +311,7 @@ def forge_log_only(folder: RunDir, edit: Edit) -> None:
 
 
 def test_decisions_of_another_configuration_are_named(doctored: RunDir) -> None:
-    """Also where the ledger itself says that it was another, with a chain and a digest that fit."""
+    """The ledger itself has the other configuration, with a valid chain and digest."""
     connection = sqlite3.connect(doctored.ledger)
     link = b""
     for number, at, body in connection.execute("SELECT number, at, record FROM records").fetchall():
@@ -333,14 +333,14 @@ def test_decisions_of_another_configuration_are_named(doctored: RunDir) -> None:
 
 
 def bound_problems(version: int, step: int, staleness: int, raised: int | None = None) -> list[str]:
-    """What the auditor reports of one group of a version that is trained in a step."""
+    """What the auditor reports for one group of a version that is trained in a step."""
     prompt, slot = Prompt(key="p", tokens=1), SlotId("i0.1", 0)
     served = e.Generated(
         trajectory=0, attempt=0, instance="i0.1", version=version, fingerprint="f", tokens=1, kv_tokens=0
     )
     changed: list[tuple[e.Event, list[c.Command]]]
     changed = [] if raised is None else [(e.BoundChanged(max_staleness=raised), [])]
-    story: list[tuple[e.Event, list[c.Command]]] = [
+    log: list[tuple[e.Event, list[c.Command]]] = [
         (e.PromptsArrived(prompts=(prompt,)), [c.Publish(version=version, attempt=1)]),
         (
             e.Published(version=version, attempt=1, fingerprint="f"),
@@ -351,7 +351,7 @@ def bound_problems(version: int, step: int, staleness: int, raised: int | None =
         (e.Scored(trajectory=0, reward=1.0), [c.Apply(step=step, attempt=1, groups=(0,))]),
     ]
     auditor = Auditor(Terms(1, 1, staleness, False, None))
-    for seq, (event, commands) in enumerate(story, 1):
+    for seq, (event, commands) in enumerate(log, 1):
         auditor.observe(LoggedEvent(seq, seq, event, commands))
     return [problem for problem in auditor.problems if "the bound is" in problem]
 
@@ -362,7 +362,7 @@ def test_the_bound_is_neither_wider_nor_narrower_by_one(staleness: int) -> None:
         for age in range(staleness + 1):
             assert bound_problems(version, version + age, staleness) == []
         assert bound_problems(version, version + staleness + 1, staleness)
-    assert bound_problems(3, 2, staleness), "a step can't train what does not exist yet"
+    assert bound_problems(3, 2, staleness), "a step can't train a version that does not exist yet"
 
 
 def test_a_group_is_held_to_the_bound_under_which_it_was_admitted() -> None:

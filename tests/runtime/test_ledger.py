@@ -1,7 +1,8 @@
-"""What is written in batches is what would be written one by one, and what nobody can ask for is deleted."""
+"""Batches write the same as single writes, tokens are kept as long as needed, and a full disk loses nothing."""
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import threading
 from pathlib import Path
@@ -12,8 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dora_rl.apps.audit import audited
+from dora_rl.apps.run_reader import read_facts
 from dora_rl.core import commands as c
 from dora_rl.core import events as e
+from dora_rl.core.errors import ConfigError
 from dora_rl.core.tokens import TokenChunk
 from dora_rl.core.types import Prompt, SlotId
 from dora_rl.ledger.audit import compare_tables
@@ -21,6 +25,7 @@ from dora_rl.ledger.ledger import Ledger, SchemaError, connect, read_events, rea
 from dora_rl.ledger.schema import SCHEMA_VERSION
 from dora_rl.ledger.tables import BARRIERS, GENERATED, SCORED, Statement
 from dora_rl.ledger.writer import reordered, token_chunk, token_rows
+from dora_rl.runtime.run_dir import RunDir
 
 SLOT = SlotId("i0.1", 0)
 
@@ -91,6 +96,23 @@ def test_a_ledger_of_an_older_version_is_refused_in_one_sentence(tmp_path: Path,
             open_ledger()
 
 
+def test_a_run_of_an_older_version_is_refused_before_its_settings_are(tmp_path: Path) -> None:
+    """Settings that this version does not have would be refused as a mistake of the user."""
+    folder = RunDir(tmp_path)
+    folder.config.write_text(json.dumps({"base": str(tmp_path), "config": {"no_such_section": {}}}))
+    with pytest.raises(ConfigError):
+        folder.read()
+    Ledger(folder.ledger, 2).close()
+    with pytest.raises(ConfigError):
+        folder.read()
+    connection = sqlite3.connect(folder.ledger)
+    connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION - 1}")
+    connection.close()
+    for use in (folder.read, lambda: audited(folder), lambda: read_facts(folder)):
+        with pytest.raises(SchemaError, match="older version"):
+            use()
+
+
 def table(changes: list[Statement]) -> list[tuple[object, ...]]:
     connection = sqlite3.connect(":memory:")
     columns = (
@@ -114,7 +136,7 @@ changes = st.one_of(
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(changes, max_size=12))
-def test_reports_brought_together_mean_the_same(changes: list[Statement]) -> None:
+def test_reordered_updates_give_the_same_table(changes: list[Statement]) -> None:
     assert table(list(reordered(changes))) == table(changes)
 
 
@@ -122,7 +144,7 @@ def log(ledger: Ledger, event: e.Event, *commands: c.Command) -> None:
     ledger.log(event, list(commands), ledger.seq + 1)
 
 
-def test_tokens_are_kept_until_no_checkpoint_can_ask_for_them(tmp_path: Path) -> None:
+def test_tokens_are_kept_until_no_checkpoint_can_need_them(tmp_path: Path) -> None:
     path = tmp_path / "ledger.db"
     ledger = Ledger(path, 2)
     prompts = tuple(Prompt(key=f"p{n}", tokens=3) for n in range(3))
@@ -135,11 +157,11 @@ def test_tokens_are_kept_until_no_checkpoint_can_ask_for_them(tmp_path: Path) ->
     log(ledger, e.Tick(), c.Apply(step=1, attempt=1, groups=(2,)))
     log(ledger, e.Checkpointed(version=1))
     ledger.close()
-    assert kept(path) == [2, 3, 4, 5], "step 0 can't be asked for again, step 1 can"
+    assert kept(path) == [2, 3, 4, 5], "step 0 can't be trained again, step 1 can"
     ledger = Ledger(path, 2)
     log(ledger, e.Checkpointed(version=2))
     ledger.close()
-    assert kept(path) == [2, 3], "what was trained before a restart is known after it"
+    assert kept(path) == [2, 3], "the groups that were trained before a restart are known after it"
 
 
 def kept(path: Path) -> list[int]:
@@ -152,7 +174,7 @@ def kept(path: Path) -> list[int]:
 
 
 class Refusing:
-    """A connection to a disk without room, until there is some."""
+    """A connection to a disk that is full until `full` is set to False."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection

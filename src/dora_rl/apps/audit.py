@@ -1,4 +1,4 @@
-"""`dora-rl audit`: checks from its ledger whether a run has kept its promises."""
+"""`dora-rl audit`: checks from its ledger alone whether a run has kept its promises."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def audit(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> None
 
 
 def audited(folder: RunDir) -> Audit:
-    """The audit of a run."""
-    control = _promised(folder)
+    """Audit a run: its ledger, its decisions, its config and its checkpoints."""
+    control = _initial_control(folder)
     found = read(folder.ledger, terms(control))
-    problem = _replayed(control, found.log)
+    problem = _replay_problem(control, found.log)
     found.problems += [problem] if problem else []
     found.figures.append(Named("replayed with the same decisions", "no" if problem else "yes"))
     records = [recorded.record for recorded in found.records]
@@ -64,8 +64,8 @@ def audited(folder: RunDir) -> Audit:
     return found
 
 
-def _promised(folder: RunDir) -> ControlConfig:
-    """The settings that the run started with, from its ledger; from `config.json` if the ledger can't be read."""
+def _initial_control(folder: RunDir) -> ControlConfig:
+    """The control settings that the run began with: from its ledger, or from `config.json` if that can't be read."""
     try:
         connection = connect(folder.ledger)
         try:
@@ -119,10 +119,10 @@ def terms(control: ControlConfig) -> Terms:
     )
 
 
-def _replayed(control: ControlConfig, log: list[LoggedEvent]) -> str:
-    """The first difference when a new orchestrator replays the log; empty if there is none."""
+def _replay_problem(control: ControlConfig, log: list[LoggedEvent]) -> str:
+    """Where a fresh orchestrator gives other commands than the log has; empty if nowhere."""
     try:
         deque(replay(Orchestrator(control), log), maxlen=0)
-    except Exception as error:  # a log that was tampered with can put it into any state
+    except Exception as error:  # a log that was tampered with can bring the orchestrator into any state
         return str(error) or f"the log can't be replayed: {type(error).__name__}"
     return ""

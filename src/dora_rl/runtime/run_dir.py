@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from dora_rl.core.config import build
 from dora_rl.core.durable_files import sync
-from dora_rl.core.errors import UserError
+from dora_rl.core.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     # Only for types: commands that only read a run directory need not import torch.
@@ -93,7 +93,22 @@ class RunDir:
         """The run's configuration."""
         from dora_rl.runtime.config import RunConfig
 
-        return build(RunConfig, self.settings(), str(self.config))
+        try:
+            return build(RunConfig, self.settings(), str(self.config))
+        except ConfigError:
+            self._check_schema()  # an older version of dora-rl had other settings
+            raise
+
+    def _check_schema(self) -> None:
+        """Raise `SchemaError` if another version of dora-rl has written the ledger."""
+        from dora_rl.ledger.ledger import LedgerError, SchemaError, connect
+
+        try:
+            connect(self.ledger).close()
+        except SchemaError:
+            raise
+        except LedgerError:
+            return  # missing or damaged: it does not say which version has written it
 
     def settings(self) -> dict[str, Any]:
         """The run's configuration as it was written, not validated."""
