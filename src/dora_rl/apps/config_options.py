@@ -167,8 +167,8 @@ def _sort(name: str, known: Mapping[str, str], options: Mapping[str, bool]) -> s
     key = name[2:]
     if key in known:
         return known[key]
-    parts = key.split(".")
-    if any(known.get(".".join(parts[:count])) == "table" for count in range(1, len(parts))):
+    names = key.split(".")
+    if any(known.get(".".join(names[:count])) == "table" for count in range(1, len(names))):
         return "table"
     raise UserError(f"there is no option or setting '{name}'{_nearest(key, known, options)}")
 

@@ -111,17 +111,17 @@ class ProgressPanel:
     def line(self) -> str:
         """One line about the last step."""
         last = self._run.metrics.last
-        parts = [f"steps done {self._done}{self._asked}", f"reward {self._rewards[-1]:.3f}"]
+        fields = [f"steps done {self._done}{self._asked}", f"reward {self._rewards[-1]:.3f}"]
         if self._accuracy:
-            parts.append("accuracy {1:.1%} (v{0})".format(*self._accuracy[-1]))
-        parts += [
+            fields.append("accuracy {1:.1%} (v{0})".format(*self._accuracy[-1]))
+        fields += [
             f"{self._rate:,.0f} tokens/s",
             f"{last['timing_s/step']:.2f} s",
             f"occupancy {self._occupancy:.0%}",
             f"staleness {last['off_policy/trajectory_staleness']:.1f}",
             f"live versions {last['rollout/live_versions']:.0f}",
         ]
-        return "  ".join(parts)
+        return "  ".join(fields)
 
     def panel(self) -> Group:
         """The panel: a progress bar and a table."""

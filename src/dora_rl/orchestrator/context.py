@@ -1,4 +1,4 @@
-"""What the parts of the orchestrator share: the state, the clock of the current event, and the list of commands."""
+"""What the components of the orchestrator share: the state, the clock of the current event, and the commands."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Snapshot(Record, frozen=True, kw_only=True):
 
 
 def take_snapshot(context: Context, scheduler: RequestScheduler, trainer: TrainerState) -> Snapshot:
-    """The state of an orchestrator's parts. It changes nothing."""
+    """The state of an orchestrator's components. It changes nothing."""
     return Snapshot(
         newest=context.newest,
         rollout_version=context.rollout_version(),

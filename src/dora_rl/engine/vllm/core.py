@@ -313,7 +313,7 @@ def _counting(counters: Counters) -> Any:
 
 
 def _disable_compilation() -> None:
-    """Disable torch.compile: vLLM compiles parts of its sampler on the first call even if eager, a minute on a CPU."""
+    """Disable torch.compile: vLLM compiles some of its sampler on the first call even if eager, a minute on a CPU."""
     import torch._dynamo
 
     torch._dynamo.config.disable = True

@@ -229,8 +229,8 @@ def _report(folder: Path) -> dict[str, str]:
 
 def _checked(files: Mapping[str, str]) -> Mapping[str, str]:
     for name in files:
-        parts = Path(name).parts
-        if not parts or Path(name).is_absolute() or ".." in parts or "\0" in name or parts == (MAIN,):
+        steps = Path(name).parts
+        if not steps or Path(name).is_absolute() or ".." in steps or "\0" in name or steps == (MAIN,):
             raise SandboxError(f"a file for the sandbox can't be called {name!r}: give a relative name, not {MAIN}")
     return files
 

@@ -128,7 +128,7 @@ class EnvSessions:
             case _:
                 raise AssertionError(f"not a command for sessions: {command}")
 
-    # -- the life of a session --------------------------------------------------------------------------------
+    # -- from start to end ------------------------------------------------------------------------------------
 
     def start(self, trajectory: TrajectoryId, slot: SlotId) -> None:
         """Reset the environment, then submit the trajectory."""

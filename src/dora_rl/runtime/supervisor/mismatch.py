@@ -1,11 +1,10 @@
-"""Watches the gap between the engine's and the trainer's log-probs, and ends a run that would learn from wrong ones.
+"""Checks the gap between the log-probs of engine and trainer, and ends a run that would learn from wrong ones.
 
 The gap is measured on the tokens of a step that were sampled under the version that the step starts from
-(`trainer.logprob_gap`); the first step of every run has such tokens only. A step without
-any measures nothing: the probe that each slot computes after loading a version covers those.
+(`trainer.logprob_gap`). The first step of every run has only such tokens. A step without any measures nothing; there
+the probe that each slot computes after loading a version is the check.
 
-A step that is too far apart is not published: the run ends, and what it goes on from when resumed is the checkpoint
-before the step.
+A step whose gap is too large is not published: the run ends, and resumes from the checkpoint before the step.
 """
 
 from __future__ import annotations
@@ -18,54 +17,54 @@ from dora_rl.core.types import StepId
 from dora_rl.runtime.config import RunConfig
 
 _TAIL = 10.0
-"""A percentile counts as much as a mean of a tenth of it: of rounding errors, the 99th percentile is 3 to 6 means."""
+"""The 99th percentile counts as a mean of a tenth of it: for rounding errors it is 3 to 6 times the mean."""
 _FEW = 200
-"""Tokens below which the 99th percentile is the fate of one or two tokens, and is not looked at."""
+"""With fewer tokens than this the 99th percentile depends on one or two of them, and is ignored."""
 
 
 class Limits(NamedTuple):
-    """Mean distances of log-probs."""
+    """Mean absolute differences of log-probs."""
 
     warn: float
     stop: float
 
 
 _USUAL = {"float32": Limits(0.002, 0.05), "float16": Limits(0.02, 0.2), "bfloat16": Limits(0.05, 0.3)}
-"""Rounding gives 1e-6 to 1e-4 in float32, a few hundredths at most in bfloat16. Above `stop` is what no rounding gives:
-1.7 was seen where an architecture was computed wrongly."""
+"""Rounding gives 1e-6 to 1e-4 in float32, and a few hundredths at most in bfloat16. No rounding exceeds `stop`: an
+architecture that was computed wrongly gave 1.7."""
 
 
 class Mismatch:
     """The alarm of one run."""
 
-    def __init__(self, config: RunConfig, notice: Callable[[str], None]) -> None:
+    def __init__(self, config: RunConfig, notify: Callable[[str], None]) -> None:
         self._config = config
-        self._notice = notice
+        self._notify = notify
         self.limits = limits(config)
         self._warned = 0.0
-        """The gap that was last warned of: one that stays is said once, one that doubles again."""
+        """The gap of the last warning: a gap that stays is reported once, one that doubles is reported again."""
 
     def check(self, step: StepId, metrics: dict[str, float]) -> dict[str, float]:
-        """The alarm as a metric: 0 none, 1 a warning, 2 too far; nothing if the step measured nothing."""
+        """The alarm as a metric: 0 none, 1 warning, 2 the run has to end; empty if the step measured nothing."""
         if "mismatch_gap" not in metrics:
             return {}
         gap = _gap(metrics)
-        if not gap <= self.limits.stop:  # also what is not a number, and where 'stop' is below 'warn'
+        if not gap <= self.limits.stop:  # also true for NaN, and where 'stop' is below 'warn'
             return {"mismatch_alarm": 2.0}
         if gap <= self.limits.warn:
             return {"mismatch_alarm": 0.0}
         if gap > 2 * self._warned:
             self._warned = gap
-            said = f"{self._measured(step, metrics)}, above 'mismatch.warn' ({self.limits.warn:g})"
-            self._notice(f"warning: {said}; look at {_CAUSES}")
+            measured = f"{self._measured(step, metrics)}, above 'mismatch.warn' ({self.limits.warn:g})"
+            self._notify(f"warning: {measured}; look at {_CAUSES}")
         return {"mismatch_alarm": 1.0}
 
     def refuse(self, step: StepId, metrics: dict[str, float]) -> None:
-        """End the run if the step was too far apart."""
+        """End the run if the gap of the step was too large."""
         if metrics.get("mismatch_alarm") == 2.0:
             raise RunError(
                 f"{self._measured(step, metrics)}, above 'mismatch.stop' ({self.limits.stop:g}); the step is not "
-                f"published and the checkpoint before it is kept: look at {_CAUSES}, then begin a new run, or resume "
+                f"published and the checkpoint before it is kept: look at {_CAUSES}, then start a new run, or resume "
                 "this one with --mismatch.stop VALUE if the gap is meant to be there"
             )
 
@@ -85,7 +84,7 @@ _CAUSES = (
 
 
 def limits(config: RunConfig) -> Limits:
-    """What is set, or usual for the coarsest type that engine or trainer computes in."""
+    """The limits that are set, or those of the coarsest dtype that engine or trainer computes in."""
     dtypes = {str(config.model.dtype), str(config.trainer.precision)}
     usual = max((_USUAL[dtype] for dtype in dtypes), key=lambda one: one.warn)
     return Limits(

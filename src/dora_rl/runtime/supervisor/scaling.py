@@ -1,7 +1,7 @@
-"""How many instances a run shall have, while it goes on.
+"""How many instances a run should have, while it runs.
 
-`dora-rl scale` writes the number into the run's configuration, which is looked at now and then; so it holds for a run
-that is resumed as well. On a cluster that is to be filled, the cluster says it.
+`dora-rl scale` writes the number into the run's configuration, which the supervisor checks every half second; so it
+also holds for a run that is resumed. With `ray.instances = "all"` the cluster's capacity decides.
 """
 
 from __future__ import annotations
@@ -15,41 +15,43 @@ from dora_rl.runtime.run_dir import RunDir
 
 
 class Scaling:
-    """Looks for the number."""
+    """Reads the number of instances that is wanted."""
 
-    def __init__(self, folder: RunDir, backend: Backend, changed: Callable[[int, int], None] = lambda *_: None) -> None:
-        self._folder = folder
+    def __init__(
+        self, run_dir: RunDir, backend: Backend, changed: Callable[[int, int], None] = lambda *_: None
+    ) -> None:
+        self._run_dir = run_dir
         self._backend = backend
         self._changed = changed
-        """Called with the number before and after, when somebody has written another."""
+        """Called with the former and the new number when the user has changed it."""
         self._seen: tuple[int, int] | None = None
         self._number = 0
 
     def wanted(self) -> int:
-        """Instances."""
+        """The number of instances."""
         capacity = self._backend.capacity()
         return self._written() if capacity is None else capacity
 
     def _written(self) -> int:
-        status = self._folder.config.stat()
+        status = self._run_dir.config.stat()
         seen = (status.st_mtime_ns, status.st_ino)
         if seen != self._seen:
             before = self._number
-            with contextlib.suppress(UserError):  # as it was, if somebody has written nonsense
-                self._number = self._folder.read().rollout.instances
+            with contextlib.suppress(UserError):  # an invalid configuration changes nothing
+                self._number = self._run_dir.read().rollout.instances
             if before not in (0, self._number):
                 self._changed(before, self._number)
             self._seen = seen
         return self._number
 
 
-def scale(folder: RunDir, instances: int) -> int:
-    """Write down how many instances a run shall have; how many it was to have before."""
-    config = folder.read()
+def scale(run_dir: RunDir, instances: int) -> int:
+    """Set how many instances a run should have; returns the former number."""
+    config = run_dir.read()
     if instances < 1:
         raise UserError(f"a run needs at least 1 instance, not {instances}")
     if config.runtime == "ray" and config.ray.instances == "all":
         raise UserError("the run takes all the room of its cluster: add or remove nodes instead")
     rollout = config.rollout.model_copy(update={"instances": instances})
-    folder.write(config.model_copy(update={"rollout": rollout}))
+    run_dir.write(config.model_copy(update={"rollout": rollout}))
     return config.rollout.instances

@@ -1,4 +1,4 @@
-"""Trackers of figures that people of the field use; each is optional and takes what `metrics.jsonl` has."""
+"""Optional experiment trackers: TensorBoard, wandb, trackio. They receive what `metrics.jsonl` has."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Service:
         self._module.finish()
 
 
-def trackers(folder: RunDir, config: RunConfig) -> list[Tracker]:
-    """Those that the config asks for."""
+def trackers(run_dir: RunDir, config: RunConfig) -> list[Tracker]:
+    """The trackers that the config names."""
     found: list[Tracker] = []
     if config.logging.tensorboard:
         try:
@@ -49,12 +49,12 @@ def trackers(folder: RunDir, config: RunConfig) -> list[Tracker]:
             raise ConfigError(
                 "'logging.tensorboard': the package is missing: pip install 'dora-rl[train]', or set it to false"
             ) from error
-        found.append(TensorBoard(SummaryWriter(str(folder.tensorboard), flush_secs=10)))
+        found.append(TensorBoard(SummaryWriter(str(run_dir.tensorboard), flush_secs=10)))
     for name, project in (("wandb", config.logging.wandb), ("trackio", config.logging.trackio)):
         if project is not None:
             try:
                 module = importlib.import_module(name)
             except ImportError as error:
                 raise ConfigError(f"'logging.{name}': the package is missing: pip install {name}") from error
-            found.append(Service(module, project, folder.path.name, config.model_dump(mode="json")))
+            found.append(Service(module, project, run_dir.path.name, config.model_dump(mode="json")))
     return found
