@@ -1,7 +1,7 @@
 """Whole runs on a three-node Ray cluster with random faults, then an audit: `python -m tests.chaos_ray --runs 10`.
 
-Faults: kill -9 of an instance, the trainer or a judge; the supervisor's actor killed and the run resumed; a process
-stopped for a while; a node lost with all that is on it, and another that joins.
+Faults: an instance, the trainer or a reward worker is killed with SIGKILL; the supervisor's actor is killed and the run
+resumed; a worker is stopped for a while; a node is lost with everything on it, and another one joins.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.runtime.ray_runs import Nodes, RayRun, ray_settings
 
 
 class RayChaos:
-    """One run and what happens to it."""
+    """One run and the faults that are injected into it."""
 
     def __init__(self, nodes: Nodes, base: Path, seed: int) -> None:
         self.dice = random.Random(seed)
@@ -42,11 +42,11 @@ class RayChaos:
         self.run_ = RayRun(make_run(base, f"chaos-ray-{seed}", merged(ray_settings(base, self._steps), other)))
 
     def run(self) -> None:
-        """To the end, with some faults on the way."""
+        """Run to the end, with a few random faults."""
         faults: list[tuple[str, Callable[[], bool]]] = [
             ("kill -9 of an instance", lambda: self.run_.kill(self.dice.choice(["i0", "i1"]))),
             ("kill -9 of the trainer", lambda: self.run_.kill("trainer")),
-            ("kill -9 of a judge", lambda: self.run_.kill("reward0")),
+            ("kill -9 of a reward worker", lambda: self.run_.kill("reward0")),
             ("loss of the supervisor", self._kill_supervisor),
             ("stop and continue", self._stop),
             ("loss of a node, and a new one", self._lose_node),
@@ -67,11 +67,11 @@ class RayChaos:
         return True
 
     def _stop(self) -> bool:
-        place = self.dice.choice(["i0", "i1", "trainer", "reward0"])
-        if not self.run_.kill(place, signal.SIGSTOP):
+        worker_id = self.dice.choice(["i0", "i1", "trainer", "reward0"])
+        if not self.run_.kill(worker_id, signal.SIGSTOP):
             return False
         time.sleep(self.dice.choice([0.05, 0.5, 2.0]))
-        self.run_.kill(place, signal.SIGCONT)
+        self.run_.kill(worker_id, signal.SIGCONT)
         return True
 
     def _lose_node(self) -> bool:

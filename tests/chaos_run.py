@@ -1,10 +1,10 @@
 """Whole runs of a small job with random faults, then an audit: `python -m tests.chaos_run --runs 100 --seed 0`.
 
-What happens is drawn from the seed; at which moment exactly it strikes is the machine's affair, so a seed replays the
-same faults and not always the same run.
+The faults are drawn from the seed, but the exact moment of each depends on the machine, so a seed replays the same
+faults and not always the same run.
 
-A corrupted ledger page must be refused with an error that says so, or be harmless (unused bytes, or a page that the
-write-ahead log holds a newer copy of); after the copy from before is put back, the run goes on.
+A corrupted ledger page must be refused with an error that says so, or be harmless (unused bytes, or a page of which the
+write-ahead log has a newer copy); after the earlier copy is put back, the run continues.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.runtime.making import make_base, make_run, merged, settings
 _LONGEST = 120.0
 """Seconds after which a run counts as stalled."""
 REFUSALS = ("damaged", "not what", "has lost", "put back", "contradicts", "came back with version", "are gone")
-"""What the error about a corrupted ledger says."""
+"""Phrases in the errors about a corrupted ledger."""
 COUNTED = {
     "drop": "dropped message",
     "double": "doubled message",
@@ -42,21 +42,21 @@ COUNTED = {
     "bundle": "corrupted bundle",
     "full": "full disk",
 }
-"""Faults that say themselves when they happen."""
-PLACES = ["i0", "i1", "trainer", "reward0"]
+"""Faults that are written to a file when they happen."""
+WORKERS = ["i0", "i1", "trainer", "reward0"]
 
 
 def _leases(folder: str, names: list[str]) -> list[str]:
-    """Of processes that are just ending: they come and go, and nobody needs them again."""
+    """Leases of processes that are just ending: they may vanish while they are copied, and are not needed."""
     return names if Path(folder).name == "leases" else []
 
 
 class ChaosError(Exception):
-    """A promise is broken."""
+    """A promise was broken."""
 
 
 class Chaos:
-    """One run and what happens to it."""
+    """One run and the faults that are injected into it."""
 
     def __init__(self, host: Host, base: Path, seed: int) -> None:
         self.dice = random.Random(seed)
@@ -83,11 +83,11 @@ class Chaos:
         return merged(tree, other)
 
     def run(self) -> None:
-        """To the end, with some faults on the way."""
+        """Run to the end, with a few random faults."""
         faults: list[tuple[str, Callable[[], bool]]] = [
             ("kill -9 of an instance", lambda: self._kill(self.dice.choice(["i0", "i1"]))),
             ("kill -9 of the trainer", lambda: self._kill("trainer")),
-            ("kill -9 of a judge", lambda: self._kill("reward0")),
+            ("kill -9 of a reward worker", lambda: self._kill("reward0")),
             ("kill -9 of the supervisor", self._kill_supervisor),
             ("stop and continue", self._stop),
             ("dropped message", lambda: self._restart_with("wire", "drop")),
@@ -100,7 +100,7 @@ class Chaos:
             ("power loss", self._power_loss),
         ]
         if self.dice.random() < 0.1:  # importing everything again takes seconds
-            faults.append(("kill -9 of the nursery", lambda: self._kill("fork_server")))
+            faults.append(("kill -9 of the fork server", lambda: self._kill("fork_server")))
         for name, strikes in self.dice.choices(faults, k=self.dice.randint(2, 4)):
             if strikes() and name not in COUNTED.values():
                 self.survived[name] += 1
@@ -110,8 +110,8 @@ class Chaos:
 
     # -- faults -----------------------------------------------------------------------------------------------
 
-    def _kill(self, place: str) -> bool:
-        return strike(self._supervisor, place, self.dice, most=30)
+    def _kill(self, worker_id: str) -> bool:
+        return strike(self._supervisor, worker_id, self.dice, most=30)
 
     def _kill_supervisor(self) -> bool:
         if not strike(self._supervisor, None, self.dice, most=30):
@@ -121,16 +121,16 @@ class Chaos:
         return True
 
     def _stop(self) -> bool:
-        place = self.dice.choice([*PLACES, None])
-        if not strike(self._supervisor, place, self.dice, signal.SIGSTOP, most=30):
+        worker_id = self.dice.choice([*WORKERS, None])
+        if not strike(self._supervisor, worker_id, self.dice, signal.SIGSTOP, most=30):
             return False
-        pid = self._supervisor.pid if place is None else self._supervisor.pids()[place]
+        pid = self._supervisor.pid if worker_id is None else self._supervisor.pids()[worker_id]
         time.sleep(self.dice.choice([0.05, 0.5, 2.0]))
-        self._supervisor.signal(signal.SIGCONT, place)
+        self._supervisor.signal(signal.SIGCONT, worker_id)
         return bool(pid)
 
     def _restart_with(self, part: str, kind: str = "") -> bool:
-        """Go on in a machine that has a fault from now on."""
+        """Resume the run on a machine that has a fault from now on."""
         alive = strike(self._supervisor, None, self.dice, most=15)
         self._supervisor.wait(_LONGEST)
         wire = self._wire(2, kind)
@@ -168,7 +168,7 @@ class Chaos:
         outcome = self._supervisor.wait(_LONGEST)
         if outcome.get("code") == 0:
             shutil.rmtree(kept, ignore_errors=True)
-            return True  # nothing that is read was hit; the audit at the end says whether that is true
+            return True  # no byte that is read was hit; the audit at the end verifies that
         error = str(outcome.get("error"))
         if outcome.get("code") not in (1, 2) or not any(word in error for word in REFUSALS):
             raise ChaosError(f"a corrupted ledger led to {outcome}")
@@ -201,7 +201,7 @@ class Chaos:
     # -- the run ----------------------------------------------------------------------------------------------
 
     def _start(self, **faults: Any) -> Supervisor:
-        # Moves are few in so small a job, so in half of the runs every bundle is damaged.
+        # So small a job has few moves, so in half of the runs every bundle is damaged.
         everywhere = {"wire": self._wire(0)} if self._bundles else {}
         return self._host.start(self.folder, **(everywhere | faults))
 
@@ -215,7 +215,7 @@ class Chaos:
         return path.read_text().splitlines() if path.exists() else []
 
     def _end_now(self) -> bool:
-        """Kill the supervisor, if it is not over; it is resumed by whoever asked for this."""
+        """Kill the supervisor if the run has not ended; the caller resumes it."""
         alive = strike(self._supervisor, None, self.dice, most=30)
         if alive:
             self._supervisor.wait(_LONGEST)
@@ -224,7 +224,7 @@ class Chaos:
     def _finish(self) -> None:
         outcome = self._supervisor.wait(_LONGEST)
         for _ in range(3):
-            # A fault of the machine may end a supervisor with an error that says to resume.
+            # A fault of the machine may end a supervisor with an error that tells the user to resume.
             if outcome.get("code") == 0:
                 break
             if "code" in outcome and "resume" not in str(outcome.get("error")):
@@ -237,16 +237,16 @@ class Chaos:
 
 
 def damage(path: Path, dice: random.Random) -> None:
-    """Overwrite some bytes somewhere."""
+    """Overwrite some random bytes."""
     data = bytearray(path.read_bytes())
-    place = dice.randrange(len(data))
+    start = dice.randrange(len(data))
     size = dice.choice([1, 16, 512])
-    data[place : place + size] = dice.randbytes(len(data[place : place + size]))
+    data[start : start + size] = dice.randbytes(len(data[start : start + size]))
     path.write_bytes(data)
 
 
 def one(host: Host, base: Path, seed: int) -> tuple[int, str, Counter[str]]:
-    """Seed, what was broken (empty if nothing), and faults survived."""
+    """The seed, what was broken (empty if nothing), and the faults survived."""
     chaos = Chaos(host, base, seed)
     try:
         chaos.run()
@@ -287,7 +287,7 @@ def main() -> None:
 
 
 def tell(base: Path, runs: int, survived: Counter[str], failed: list[int]) -> None:
-    """What became of all runs; those that broke a promise are kept, and the command fails."""
+    """Print the results; runs that broke a promise are kept, and the command fails."""
     console = Console()
     table = Table("fault survived", "times")
     for name, count in sorted(survived.items()):

@@ -1,4 +1,4 @@
-"""What must hold after a run, whatever has happened to it."""
+"""What must hold after a run, whatever faults it had."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def broken(supervisor: Supervisor, outcome: dict[str, Any], steps: int) -> list[
 def leftovers(supervisor: Supervisor, outcome: dict[str, Any]) -> list[str]:
     """Processes, shared memory, descriptors and half-written files that a run has left behind."""
     everybody = supervisor.everybody()
-    found = [f"process {pid} lives on" for pid in everybody if alive(pid)]
+    found = [f"process {pid} is still alive" for pid in everybody if alive(pid)]
     for segment in Path("/dev/shm").glob("dora-rl-*"):
         owner = segment.name.removeprefix("dora-rl-kv-").split("-")[0]
         mine = owner.isdigit() and int(owner) in everybody
@@ -48,12 +48,12 @@ def leftovers(supervisor: Supervisor, outcome: dict[str, Any]) -> list[str]:
 
 
 def wait_for_events(supervisor: Supervisor, count: int) -> bool:
-    """Until so many events are on disk; False if the run ends before."""
+    """Wait until this number of events is on disk; False if the run ends before."""
     return wait_for(supervisor, lambda: supervisor.events() >= count)
 
 
 def wait_for(supervisor: Supervisor, happened: Callable[[], bool]) -> bool:
-    """Until something has happened; False if the run ends before."""
+    """Wait until something has happened; False if the run ends before."""
     end = time.monotonic() + PATIENCE
     while not happened():
         if not supervisor.alive():
@@ -64,21 +64,21 @@ def wait_for(supervisor: Supervisor, happened: Callable[[], bool]) -> bool:
 
 
 def fault_happened(supervisor: Supervisor, fault: str) -> bool:
-    """A faulty part of the machine (see `faults`) has done its work at least once."""
+    """Whether a fault of the machine (see `faults`) has happened at least once."""
     noted = supervisor.folder.logs / "faults"
     return noted.exists() and fault in noted.read_text().split()
 
 
 def strike(
-    supervisor: Supervisor, place: str | None, dice: random.Random, number: int = signal.SIGKILL, most: int = 40
+    supervisor: Supervisor, worker_id: str | None, dice: random.Random, number: int = signal.SIGKILL, most: int = 40
 ) -> bool:
-    """Hit a process at some moment, at most so many events from now; False if there was nobody to hit."""
+    """Send a signal to a process at a random moment, at most `most` events from now; False if there was no process."""
     later = supervisor.events() + dice.randint(1, most)
-    return wait_for_events(supervisor, later) and supervisor.signal(number, place)
+    return wait_for_events(supervisor, later) and supervisor.signal(number, worker_id)
 
 
 def final_weights(folder: RunDir) -> dict[str, Any]:
-    """The policy that a run has ended with."""
+    """The final policy of a run."""
     path = checkpoint.latest(folder.checkpoints)
     assert path is not None
     tensors: dict[str, Any] = load_file(path / "policy" / "model.safetensors")

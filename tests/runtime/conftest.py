@@ -13,7 +13,7 @@ from tests.runtime.making import make_base
 
 @pytest.fixture(scope="session")
 def host() -> Iterator[Host]:
-    """Where supervisors come from."""
+    """Starts supervisors."""
     host = Host()
     yield host
     host.close()
@@ -21,5 +21,5 @@ def host() -> Iterator[Host]:
 
 @pytest.fixture(scope="session")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Model and task of the small job; runs go below it."""
+    """The directory with model and task of the small job; runs are below it."""
     return make_base(tmp_path_factory.mktemp("job"))

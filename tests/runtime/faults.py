@@ -1,4 +1,4 @@
-"""Faulty parts of a machine: a wire that loses frames, a disk that is full for a while, a clock that jumps."""
+"""Faults of a machine: a wire that loses frames, a disk that is full for a while, a clock that jumps."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from dora_rl.runtime.transport import messages as m
 _HEAD = struct.Struct("<II")
 
 
-def machine(order: dict[str, Any], nursery: Callable[[Path], ForkServer]) -> Machine:
+def machine(order: dict[str, Any], fork_server: Callable[[Path], ForkServer]) -> Machine:
     """The machine that an order asks for."""
-    parts: dict[str, Any] = {"fork_server": nursery}
+    made: dict[str, Any] = {"fork_server": fork_server}
     note = Note(Path(order["folder"]) / "logs" / "faults")
     if "wire" in order:
-        parts["link"] = Wire(**order["wire"], note=note).link
+        made["link"] = Wire(**order["wire"], note=note).link
     if "full" in order:
         full = _full(order["full"])
-        parts["connect"] = lambda path: FullDisk(connect(path), full, note)
+        made["connect"] = lambda path: FullDisk(connect(path), full, note)
     if "jumps" in order:
-        parts["clock"] = Clock(order["jumps"])
-    return Machine(**parts)
+        made["clock"] = Clock(order["jumps"])
+    return Machine(**made)
 
 
 class Note:
-    """Writes down which faults have really happened."""
+    """Writes the faults that have really happened to a file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -51,7 +51,7 @@ class Note:
 
 
 class Clock:
-    """Follows the machine's clock, and jumps: at so many seconds, by so many seconds."""
+    """Follows the machine's clock, but jumps: pairs of the time and the size of a jump, in seconds."""
 
     def __init__(self, jumps: list[tuple[float, float]]) -> None:
         self._jumps = jumps
@@ -97,7 +97,7 @@ class FullDisk:
 
 
 def _full(order: str | list[float]) -> Callable[[], bool]:
-    """While a file exists; or from one moment to another, in seconds from now."""
+    """Full while a file exists, or between two times in seconds from now."""
     if isinstance(order, str):
         return Path(order).exists
     begin, end = (time.monotonic() + seconds for seconds in order)
@@ -105,7 +105,7 @@ def _full(order: str | list[float]) -> Callable[[], bool]:
 
 
 class Wire:
-    """Links whose frames go through a thread that drops, doubles or delays a few of them."""
+    """Links whose frames go through a thread that drops, duplicates or delays a few of them."""
 
     def __init__(self, seed: int, faults: int, rate: float, kinds: list[str], note: Note) -> None:
         self._note = note
@@ -161,7 +161,7 @@ class Wire:
                 return [frame]
 
     def _cut_before_report(self, frame: bytes) -> None:
-        """The link of a trainer breaks when a checkpoint of a step is on disk and the supervisor is not told yet."""
+        """Break the trainer's link when a checkpoint of a step is on disk and has not been reported yet."""
         message = msgspec.msgpack.decode(frame[_HEAD.size :])
         checkpoint = isinstance(message, dict) and message.get("message") == m.CheckpointWritten.__name__
         if checkpoint and self._left > 0 and not message["name"].startswith("version-00000000"):
@@ -171,22 +171,22 @@ class Wire:
 
 
 def _published(frame: bytes) -> bool:
-    """The frame says that the version of the first step is published."""
+    """Whether the frame reports that the version of the first step is published."""
     message = msgspec.msgpack.decode(frame[_HEAD.size :])
     events = message.get("events", ()) if isinstance(message, dict) else ()
     return any(event.get("event") == Published.__name__ and event["version"] == 1 for event in events)
 
 
 def _damage_bundle(frame: bytes, dice: random.Random) -> bool:
-    """Flip a byte in the header of a bundle that is on its way."""
+    """Flip a byte in the header of a KV bundle in transit."""
     path = Path(msgspec.msgpack.decode(frame[_HEAD.size :])["bundle"] or os.devnull)
     if not path.is_file():
         return False
     with path.open("r+b") as file:
-        place = dice.randrange(64, 256)  # the first request's frame, behind the file's own head
-        file.seek(place)
+        position = dice.randrange(64, 256)  # the first request's frame, behind the file's own head
+        file.seek(position)
         byte = file.read(1)
-        file.seek(place)
+        file.seek(position)
         file.write(bytes([byte[0] ^ 0x55]))
     return True
 

@@ -1,7 +1,7 @@
-"""A process that has everything imported and forks supervisors, so that a run begins in a fraction of a second.
+"""A process that has imported everything and forks supervisors, so that a run starts in a fraction of a second.
 
-The supervisors run the real thing in processes of their own, to be killed, stopped and interrupted; their nursery is
-forked too, until it is killed. `python -m tests.runtime.host` reads one order a line and answers with a process id.
+The supervisors are real ones in separate processes, which can be killed, stopped and interrupted; their fork server is
+forked too, until it is killed. `python -m tests.runtime.host` reads one order per line and answers with a process id.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.runtime.making import PATIENCE
 
 
 class Forked:
-    """A child, as `subprocess.Popen` would have it."""
+    """A child process with the interface of `subprocess.Popen`."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -44,9 +44,9 @@ class Forked:
 
 
 class QuickForkServer(ForkServer):
-    """A nursery without the seconds of importing; says whom it has forked."""
+    """A fork server that need not import anything; writes the ids of the processes that it has forked to a file."""
 
-    timeout = PATIENCE  # the first is forked at once, one that replaces it must import everything
+    timeout = PATIENCE  # the first is forked at once, but a replacement has to import everything
 
     def fork(self, link: socket.socket, log: IO[bytes]) -> forks.Forked:
         forked = super().fork(link, log)
@@ -65,7 +65,7 @@ class QuickForkServer(ForkServer):
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
-            # As `exec` would have it: nothing of the supervisor is open here, least of all its lock.
+            # As after `exec`, no descriptor of the supervisor is open here, above all not its lock.
             kept = theirs.fileno()
             os.closerange(3, kept)
             os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
@@ -76,13 +76,13 @@ class QuickForkServer(ForkServer):
         self._process: Any = Forked(pid)
         return ours, pid
 
-    def _note(self, place: str, pid: int) -> None:
+    def _note(self, worker_id: str, pid: int) -> None:
         with (self._log.parent / "pids").open("a") as file:
-            file.write(f"{place} {pid}\n")
+            file.write(f"{worker_id} {pid}\n")
 
 
 def supervise(order: dict[str, Any]) -> int:
-    """Carry a run as far as it goes; the exit code as `dora-rl train` has it."""
+    """Drive a run until it ends; returns the exit code of `dora-rl train`."""
     from dora_rl.core.errors import IntegrityError, RunError, UserError
     from dora_rl.runtime.resume import change
     from dora_rl.runtime.supervisor.run import Run
@@ -124,7 +124,7 @@ def supervise(order: dict[str, Any]) -> int:
 
 
 def _leaked(before: set[str]) -> set[str]:
-    """What stays open. The relays of a faulty wire (see `faults`) close their ends a moment after the run has."""
+    """Descriptors that stay open. The relays of a faulty wire (see `faults`) close theirs a moment after the run."""
     end = time.monotonic() + 60.0
     while (found := _descriptors() - before) and time.monotonic() < end:
         time.sleep(0.01)
@@ -132,7 +132,7 @@ def _leaked(before: set[str]) -> set[str]:
 
 
 def _descriptors() -> set[str]:
-    """What is open, as names."""
+    """The names of all open descriptors."""
     found = set()
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -150,9 +150,9 @@ class Supervisor:
     def alive(self) -> bool:
         return alive(self.pid)
 
-    def signal(self, number: int, place: str | None = None) -> bool:
-        """To the supervisor, or to the process that fills a place now; False if there is none."""
-        pid = self.pid if place is None else self.pids().get(place)
+    def signal(self, number: int, worker_id: str | None = None) -> bool:
+        """Send a signal to the supervisor, or to the current process of a worker; False if there is none."""
+        pid = self.pid if worker_id is None else self.pids().get(worker_id)
         if pid is None or not alive(pid):
             return False
         with contextlib.suppress(ProcessLookupError):
@@ -160,27 +160,27 @@ class Supervisor:
         return True
 
     def pids(self) -> dict[str, int]:
-        """The last process of each place."""
+        """The last process of each worker."""
         return dict(self._all())
 
     def everybody(self) -> set[int]:
-        """All processes that there ever were."""
+        """All processes of the run so far."""
         return {self.pid} | {pid for _, pid in self._all()}
 
     def events(self) -> int:
-        """How many events are in the log for people."""
+        """The number of events in `events.jsonl`."""
         try:
             return self.folder.events.read_bytes().count(b"\n")
         except FileNotFoundError:
             return 0
 
     def noticed(self, text: str) -> bool:
-        """It has said so, in this life or one before."""
+        """Whether the user was notified of this, by this supervisor or an earlier one."""
         notices = self.folder.logs / "notices"
         return notices.exists() and text in notices.read_text()
 
     def wait(self, seconds: float = PATIENCE) -> dict[str, Any]:
-        """What it said when it ended; without `code` if it was killed."""
+        """Wait for the end; returns the outcome, without `code` if the supervisor was killed."""
         end = time.monotonic() + seconds
         while self.alive():
             assert time.monotonic() < end, f"the run does not end; see {self.folder.path}"
@@ -199,7 +199,7 @@ class Supervisor:
 
 
 class Host:
-    """The tests' end."""
+    """The side of the tests."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -207,7 +207,7 @@ class Host:
         )
 
     def start(self, folder: RunDir, **faults: Any) -> Supervisor:
-        """Begin a run, or go on with it."""
+        """Start a run, or resume it."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps({"folder": str(folder.path), **faults}) + "\n")
@@ -223,7 +223,7 @@ class Host:
 
 
 def alive(pid: int) -> bool:
-    """A process that runs, or is stopped; one that has ended and was not buried yet does not count."""
+    """Whether a process runs or is stopped; a zombie does not count."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
     except OSError:

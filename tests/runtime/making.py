@@ -1,4 +1,4 @@
-"""A job so small that a whole run takes a second or two, and what must hold after it."""
+"""A job so small that a whole run takes a second or two."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.run_dir import RunDir
 
 PATIENCE = 600.0
-"""Seconds of every deadline and of every wait that is not what a test is about: only a failure takes so long."""
+"""Seconds of every deadline and every wait that a test is not about: only a failure takes that long."""
 LETTERS = "0123456789*+="
 TASK = '''
 import os, pathlib, time
@@ -25,7 +25,7 @@ def reward(prompts, completions, **_):
     return [sum(letter in "13579" for letter in text) / 48 - len(text) / 200 for text in completions]
 
 def once(name):
-    """True the first time, over all processes."""
+    """True only for the first call, over all processes."""
     try:
         os.close(os.open(HERE / name, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
@@ -57,7 +57,7 @@ def raises_always(prompts, completions, **_):
     raise ValueError("never again")
 
 def unhurried(prompts, completions, **_):
-    """Takes its time until somebody is in a hurry, so that a run lasts as long as it has to."""
+    """Slow until the file `hurry` exists, so that a run lasts as long as a test needs."""
     if not (HERE / "hurry").exists():
         time.sleep(0.2)
     return reward(prompts, completions)
@@ -73,7 +73,7 @@ def huge(prompts, completions, **_):
 
 
 def make_model(path: Path, layers: int = 2, hidden: int = 32) -> None:
-    """A random model of letters, with its tokenizer."""
+    """A random character model with its tokenizer."""
     import torch
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -103,7 +103,7 @@ def make_model(path: Path, layers: int = 2, hidden: int = 32) -> None:
 
 
 def settings(base: Path, mode: str = "dora", **control: Any) -> dict[str, Any]:
-    """The small job's configuration as a tree; its model and task lie in `base`."""
+    """The configuration of the small job as a tree; its model and task are in `base`."""
     return {
         "model": {"path": str(base / "model")},
         "data": {"source": "task.py:problems"},
@@ -140,7 +140,7 @@ def settings(base: Path, mode: str = "dora", **control: Any) -> dict[str, Any]:
 
 
 def make_base(base: Path) -> Path:
-    """The folder of jobs: model and task."""
+    """Make the directory with the model and the task."""
     base.mkdir(parents=True, exist_ok=True)
     make_model(base / "model")
     (base / "task.py").write_text(TASK)
@@ -148,12 +148,12 @@ def make_base(base: Path) -> Path:
 
 
 def make_run(base: Path, name: str, tree: dict[str, Any]) -> RunDir:
-    """The folder of a run that has not begun."""
+    """The directory of a run that was not started yet."""
     return RunDir.create(build(RunConfig, tree), base, name)
 
 
 def merged(tree: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """`other` over `tree`."""
+    """`tree` with the values of `other`."""
     result = dict(tree)
     for key, value in other.items():
         result[key] = merged(result[key], value) if isinstance(value, dict) and key in result else value
@@ -161,5 +161,5 @@ def merged(tree: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a file with one JSON object a line."""
+    """The records of a file with one JSON object per line."""
     return [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""Runs on a small Ray cluster of this machine: nodes that come and go, and what happens to a run meanwhile."""
+"""Runs on a small Ray cluster of this machine, with nodes that join and leave."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from dora_rl.trainer import checkpoint
 from tests.runtime.making import merged, settings
 
 _STORE = 80 << 20
-"""Bytes of a node's object store: as little as Ray takes."""
+"""Bytes of a node's object store: the least that Ray accepts."""
 
 
 def ray_settings(base: Path, steps: int, **other: Any) -> dict[str, Any]:
     """The small job, for a cluster whose rollout nodes have the named resource `rollout`."""
     tree = settings(base, steps=steps)
     ray = {"instance": {"resources": {"rollout": 1}}, "reward": {"num_cpus": 0.1}}
-    # Processes that import torch on a busy machine take their time.
+    # Importing torch on a busy machine takes a while.
     deadlines = {"load": 90.0, "heartbeat": 10.0, "train": 60.0}
     reward = {"functions": ["task.py:unhurried"]}
     on_ray = {"runtime": "ray", "ray": ray, "control": {"deadlines": deadlines}, "reward": reward}
@@ -43,15 +43,15 @@ class Nodes:
         self._ray.init(address=self._cluster.address, log_to_driver=False, logging_level="ERROR")
 
     def add(self) -> None:
-        """A node joins."""
+        """Add a node."""
         self.rollout.append(self._add())
 
     def lose(self, number: int = 0) -> None:
-        """A node is gone at once, with all that was on it."""
+        """Remove a node at once, with everything on it."""
         self._cluster.remove_node(self.rollout.pop(number), allow_graceful=False)
 
     def restore(self, count: int = 2) -> None:
-        """So many rollout nodes, whatever has happened."""
+        """Add nodes until there are this many for rollout."""
         while len(self.rollout) < count:
             self.add()
 
@@ -71,31 +71,31 @@ class RayRun:
         self._ray = need_ray()
         self._hurry = folder.base() / "hurry"
         self._hurry.unlink(missing_ok=True)
-        self._begin()
+        self._start()
 
     def resume(self) -> None:
-        """Go on after the supervisor is gone."""
-        self._begin()
+        """Resume the run after the supervisor is gone."""
+        self._start()
 
     def kill_supervisor(self) -> None:
-        self._ray.kill(self._head, no_restart=True)
+        self._ray.kill(self._supervisor, no_restart=True)
         with contextlib.suppress(self._ray.exceptions.RayError):
-            self._ray.get(self._going, timeout=60)
+            self._ray.get(self._outcome, timeout=60)
 
     def stop(self) -> None:
-        self._ray.get(self._head.stop.remote())
+        self._ray.get(self._supervisor.stop.remote())
 
     def over(self) -> bool:
-        return bool(self._ray.wait([self._going], timeout=0)[0])
+        return bool(self._ray.wait([self._outcome], timeout=0)[0])
 
     def wait(self, seconds: float = 240.0) -> tuple[str, str]:
-        """How it ended, and what was said about that; nothing holds it up any more."""
+        """Let the run end; returns how it ended, and the message about it."""
         self._hurry.touch()
-        outcome: tuple[str, str] = self._ray.get(self._going, timeout=seconds)
+        outcome: tuple[str, str] = self._ray.get(self._outcome, timeout=seconds)
         return outcome
 
     def notices(self) -> list[str]:
-        notices: list[str] = self._ray.get(self._head.notices.remote(0))
+        notices: list[str] = self._ray.get(self._supervisor.notices.remote(0))
         return notices
 
     def events(self) -> int:
@@ -105,7 +105,7 @@ class RayRun:
             return 0
 
     def wait_for_events(self, count: int, seconds: float = 240.0) -> bool:
-        """Until so many events are on disk; False if the run ends before."""
+        """Wait until this number of events is on disk; False if the run ends before."""
         end = time.monotonic() + seconds
         while self.events() < count:
             if self.over():
@@ -114,9 +114,9 @@ class RayRun:
             time.sleep(0.01)
         return True
 
-    def kill(self, place: str, number: int = signal.SIGKILL) -> bool:
-        """Hit the process that fills a place now."""
-        pid = self._pid(place)
+    def kill(self, worker_id: str, number: int = signal.SIGKILL) -> bool:
+        """Send a signal to the current process of a worker."""
+        pid = self._pid(worker_id)
         if pid is None:
             return False
         with contextlib.suppress(ProcessLookupError):
@@ -124,7 +124,7 @@ class RayRun:
         return True
 
     def broken(self, outcome: tuple[str, str], steps: int) -> list[str]:
-        """Promises that it has not kept."""
+        """The promises that the run has broken."""
         if outcome[0] != "finished":
             return [f"it ended with {outcome}; see {self.folder.path}"]
         audit = audited(self.folder)
@@ -135,13 +135,13 @@ class RayRun:
             found.append(f"the last checkpoints are {checkpoint.versions(self.folder.checkpoints)}, not {steps}")
         return found
 
-    def _begin(self) -> None:
-        self._head = start_supervisor(self.folder)
-        self._going = self._head.go.remote()
+    def _start(self) -> None:
+        self._supervisor = start_supervisor(self.folder)
+        self._outcome = self._supervisor.go.remote()
 
-    def _pid(self, place: str) -> int | None:
-        """Processes of a run print to the log of their place."""
-        log = str(self.folder.logs.resolve() / f"{place}.log")
+    def _pid(self, worker_id: str) -> int | None:
+        """Found by its output, which goes to the log of the worker."""
+        log = str(self.folder.logs.resolve() / f"{worker_id}.log")
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 if str((process / "fd" / "1").readlink()) == log:

@@ -1,4 +1,4 @@
-"""A process that computes gives signs of life; what several threads send arrives whole."""
+"""A busy worker sends heartbeats; messages of several threads arrive intact."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ def channels() -> tuple[Channel[m.FromWorker], Channel[m.FromWorker]]:
     return Channel(ours, m.FromWorker), Channel(theirs, m.FromWorker)  # type: ignore[arg-type]
 
 
-def test_a_process_that_is_busy_gives_signs_of_life() -> None:
+def test_a_busy_worker_sends_heartbeats() -> None:
     ours, theirs = channels()
     start_heartbeat(theirs, 0.005)
     data, beats = bytes(50 << 20), 0
     while beats < 4:
-        hashlib.sha256(data)  # a call that lets go of the interpreter, as a prefill does, and takes many beats
+        hashlib.sha256(data)  # a call that releases the interpreter lock, as a prefill does, and takes many heartbeats
         beats += sum(isinstance(message, m.Heartbeat) for message in ours.receive())
     ours.close()
     theirs.close()
 
 
-def test_threads_may_send_at_once() -> None:
+def test_several_threads_may_send() -> None:
     ours, theirs = channels()
     senders = [threading.Thread(target=_send, args=(theirs, number)) for number in range(4)]
     for sender in senders:

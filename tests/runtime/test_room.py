@@ -1,4 +1,4 @@
-"""What of a cluster is left for instances, without one."""
+"""The capacity of a cluster for instances, computed without a cluster."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("ray", reason="the Ray runtime needs the extra `ray`")
+pytest.importorskip("ray", reason="the Ray runtime requires the extra `ray`")
 
 from dora_rl.core.config import build
 from dora_rl.core.errors import ConfigError
@@ -33,7 +33,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, float]]:
     [
         ({}, 6),
         ({"trainer": {"ranks": 3}}, 4),
-        ({"trainer": {"ranks": 9}}, 3),  # no node but the supervisor's gives way to them
+        ({"trainer": {"ranks": 9}}, 3),  # ranks run only on the supervisor's node
         ({"trainer": {"ranks": 3}, "ray": {"shared_folder": True}}, 4),
         ({"trainer": {"ranks": 9}, "ray": {"shared_folder": True}}, 0),
         ({"evaluation": {"every": 2}}, 5),
@@ -48,13 +48,13 @@ def test_ranks_and_evaluator_have_room_beside_the_instances(
     assert nodes.capacity(config(**other), "here") == found
 
 
-def test_the_only_room_is_for_an_instance(cluster: dict[str, dict[str, float]]) -> None:
+def test_an_instance_comes_before_the_evaluator(cluster: dict[str, dict[str, float]]) -> None:
     del cluster["there"]
     cluster["here"]["CPU"] = 2.0
     assert nodes.capacity(config(evaluation={"every": 2}), "here") == 1
 
 
-def test_a_trainer_on_any_node_can_not_publish_in_memory() -> None:
+def test_a_trainer_on_any_node_can_not_publish_to_memory() -> None:
     with pytest.raises(ConfigError, match=r"'weights' must be 'disk' with 'ray\.shared_folder'"):
         config(ray={"shared_folder": True}, weights="memory")
     assert config(weights="memory").weights == "memory"

@@ -11,5 +11,5 @@ from tests.runtime.making import make_base
 
 @pytest.fixture(scope="session")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Model and task of the small job; runs go below it."""
+    """The directory with model and task of the small job; runs are below it."""
     return make_base(tmp_path_factory.mktemp("settings"))

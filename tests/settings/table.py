@@ -476,7 +476,7 @@ RUN: Table = {
     ),
     "ray.shared_folder": Row(
         "runtime.launch.ray.backend:RayBackend._group",
-        "runtime/test_room.py::test_a_trainer_on_any_node_can_not_publish_in_memory",
+        "runtime/test_room.py::test_a_trainer_on_any_node_can_not_publish_to_memory",
     ),
     "seed": Row(
         "runtime.supervisor.rollout_client:RolloutClient.__init__",
