@@ -1,1 +1,1 @@
-"""The trainer: finished groups in, gradients accumulated, versions out. It imports `core` and `models` only."""
+"""Accumulates the gradients of finished groups and publishes versions; imports `core` and `models` only."""
