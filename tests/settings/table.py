@@ -1,12 +1,12 @@
-"""Which part consumes each setting, and which test shows that it has its effect.
+"""Which function reads each setting, and which test shows that it has its effect.
 
 A row is `"dotted.key": Row("module:Class.function", "file.py::test")`:
 
 - the key as it stands in a config file;
-- who reads it, below `dora_rl`; where several do, the one that the effect comes from;
-- the test that shows the effect, below `tests`; where none is needed, `why="..."` says why.
+- the function that reads it, below `dora_rl`; if several do, the one that the effect comes from;
+- the test that shows the effect, below `tests`; if none is needed, `why="..."` says why.
 
-Whoever adds a setting adds a row; `test_table.py` says who reads the key, and checks the row.
+A new setting needs a new row; `test_table.py` finds the functions that read the key, and checks the row.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Row(NamedTuple):
     consumer: str
     proof: str = ""
     why: str = ""
-    """No proof is needed."""
+    """Why no test is needed."""
 
 
 Table: TypeAlias = dict[str, Row]

@@ -1,4 +1,4 @@
-"""Every setting takes effect: each key of each configuration has a row that says who consumes it and what proves it.
+"""Every setting takes effect: each key of each configuration has a row with the function that reads it and a test.
 
 A row is checked: the consumer exists and reads that key, and the proof is a test that exists and names the key.
 """
@@ -20,7 +20,7 @@ HOW = "tests/settings/table.py, which says how a row looks"
 
 @functools.cache
 def all_keys() -> dict[tuple[str, str], Key]:
-    """Of each root and dotted path; a class that stands in two roots counts in the first."""
+    """The keys of each root by their dotted path; a class that is in two roots counts in the first."""
     seen: set[type] = set()
     return {(name, path): key for name in ROOTS for path, key in keys(root(name), seen=seen)}
 
@@ -45,7 +45,7 @@ def test_every_key_has_a_row() -> None:
     missing = [(name, path, key) for (name, path), key in all_keys().items() if path not in TABLES[name]]
     told = [
         f"'{path}' of {name} has no row in {HOW}; it is read by: "
-        f"{', '.join(sorted(certain_readers().get(key, ()))) or 'nobody, so it has no effect'}"
+        f"{', '.join(sorted(certain_readers().get(key, ()))) or 'no function, so it has no effect'}"
         for name, path, key in missing
     ]
     assert not told, "\n".join(told)
@@ -59,7 +59,7 @@ def test_the_row_is_true(name: str, path: str) -> None:
     module, _, function = row.consumer.partition(":")
     file = PACKAGE / f"{module.replace('.', '/')}.py"
     assert file.is_file(), f"'{path}': there is no module {module} in dora_rl"
-    assert function in functions(file), f"'{path}': there is no {function} in {module}; mend the row of {HOW}"
+    assert function in functions(file), f"'{path}': there is no {function} in {module}; correct the row of {HOW}"
     assert row.consumer in readers().get(key, ()), (
         f"'{path}': {row.consumer} does not read it; these do: {', '.join(sorted(certain_readers().get(key, ())))}"
     )

@@ -72,7 +72,7 @@ def start(folder: RunDir, role: str, name: str = "i0.1") -> m.StartWorker:
 
 
 class Line:
-    """The channel of a part: what it says is kept, and what it is to hear is put in."""
+    """The channel of a worker: keeps the messages that it sends."""
 
     closed = False
     last_sent_at = float("inf")
@@ -84,14 +84,14 @@ class Line:
         self.said.append(msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=m.FromWorker))
 
     def close(self) -> None:
-        """A judge closes its channel in what it forks."""
+        """A reward worker closes its channel in the processes that it forks."""
 
     def of(self, kind: type[Any]) -> list[Any]:
         return [one for one in self.said if isinstance(one, kind)]
 
 
 class TrainerPart:
-    """The trainer's process."""
+    """A trainer worker in the process of the test."""
 
     def __init__(self, folder: RunDir) -> None:
         self.line = Line()
@@ -160,7 +160,7 @@ class InstancePart:
 
 @dataclass(eq=False)
 class Seat:
-    """A place at which nobody sits: what is said to it is kept."""
+    """A worker without a process: keeps the messages that are sent to it."""
 
     role: str
     link: socket.socket
@@ -181,13 +181,13 @@ class Seat:
         self.channel.close()
 
     def listen(self, kind: type[Any]) -> list[Any]:
-        """What it was told so far, of one kind."""
+        """The messages of one kind that it has received so far."""
         self.heard += [] if self.ended else self.channel.receive()
         return [one for one in self.heard if isinstance(one, kind)]
 
 
 class Seats:
-    """A host that starts nothing."""
+    """A backend that starts no process."""
 
     def __init__(self) -> None:
         self.seats: dict[str, Seat] = {}
@@ -216,7 +216,7 @@ class Seats:
 
 @dataclass(frozen=True, kw_only=True)
 class Empty(Machine):
-    """A machine on which nothing is started."""
+    """A machine on which no process is started."""
 
     seats: Seats
 
