@@ -1,4 +1,4 @@
-"""The README's commands, on the real thing: promises kept, nothing prefilled again, a page to look at."""
+"""The commands of the README on a short real run: promises kept, nothing prefilled again, a report written."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def command(*arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart, shorter."""
+    """A shorter quickstart run."""
     out = tmp_path_factory.mktemp("runs")
-    options = [part for key, value in SETTINGS.items() for part in (f"--{key}", str(value))]
+    options = [word for key, value in SETTINGS.items() for word in (f"--{key}", str(value))]
     config = ROOT / "examples" / "quickstart" / "quickstart.toml"
     command("train", str(config), "--out", str(out), "--name", "quick", *options)
     return out / "quick"
@@ -47,13 +47,13 @@ def events(run: Path) -> list[dict[str, Any]]:
 
 
 def test_nothing_is_prefilled_again(run: Path) -> None:
-    """That versions make room for each other by moves is forced in `runtime/test_live.py`; here the clock decides."""
+    """`runtime/test_live.py` forces versions to make room by moves; here it depends on timing."""
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert len(steps) >= 14
     assert sum(line.get("rollout/reprefilled_tokens", 0) for line in steps) == 0
 
 
-def test_the_audit_passes_and_the_page_is_there(run: Path) -> None:
+def test_the_audit_passes_and_the_report_exists(run: Path) -> None:
     assert "kept" in command("audit", str(run))
     assert "</html>" in (run / "report.html").read_text()
 
@@ -72,7 +72,7 @@ def test_every_group_is_trained_within_the_bound(run: Path) -> None:
     assert sum(trained.values()) == 14 * 4
 
 
-def test_the_readmes_commands_exist() -> None:
+def test_the_commands_of_the_readme_exist() -> None:
     text = (ROOT / "README.md").read_text()
     targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"^make ([a-z-]+)", text, re.MULTILINE)) <= targets

@@ -1,4 +1,4 @@
-"""The quickstart's task: its rewards, its tail of lengths, its tokenizer and its warm start."""
+"""The quickstart task: rewards, tail of lengths, tokenizer and warm start."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def _load(name: str) -> ModuleType:
 task: Any = _load("task")
 
 
-def worth(prompt: str, completion: str) -> float:
+def score(prompt: str, completion: str) -> float:
     (value,) = task.reward(prompts=[prompt], completions=[completion], answer=["7"], steps=[3])
     assert isinstance(value, float)
     return value
 
 
-def test_a_right_response_is_worth_one() -> None:
-    assert worth("3*4+7=", "2*4+1=1*4+5=0*4+9=9") == 1.0
+def test_a_right_response_scores_one() -> None:
+    assert score("3*4+7=", "2*4+1=1*4+5=0*4+9=9") == 1.0
     for row in task.problems(200, seed=3):
         solution = task.solution(row["prompt"])
-        assert worth(row["prompt"], solution) == 1.0
+        assert score(row["prompt"], solution) == 1.0
         assert solution.endswith(f"={row['answer']}")
         assert solution.count("=") == row["steps"]
 
@@ -49,8 +49,8 @@ def test_a_right_response_is_worth_one() -> None:
 def test_partial_credit_grows_with_the_right_steps_and_stays_below_a_right_response() -> None:
     prompt = "12*7+3="
     right = task.solution(prompt).split("=")
-    cut = [worth(prompt, "=".join(right[:steps])) for steps in range(len(right))]
-    slipped = [worth(prompt, "=".join([*right[:steps], "5*5+5", *right[steps + 1 :]])) for steps in range(len(right))]
+    cut = [score(prompt, "=".join(right[:steps])) for steps in range(len(right))]
+    slipped = [score(prompt, "=".join([*right[:steps], "5*5+5", *right[steps + 1 :]])) for steps in range(len(right))]
     for values in (cut, slipped):
         assert values[0] == 0.0
         assert all(less < more for less, more in itertools.pairwise(values))
@@ -62,26 +62,26 @@ def test_partial_credit_grows_with_the_right_steps_and_stays_below_a_right_respo
     ["", "=", "9", "=9", "9=9=9", " 2*4+1=1*4+5=0*4+9=9", "\uff12*4+1=1*4+5=0*4+9=9", "\x00", "2*4+1\n=9", "0*4+9=9",
      "__import__('os')", "=" * 100_000, "1" * 100_000, "nan", "-1", "<end>", "2*4+1 =1*4+5=0*4+9=9"],
 )  # fmt: skip
-def test_hostile_responses_are_worth_nothing(hostile: str) -> None:
-    assert worth("3*4+7=", hostile) == 0.0
+def test_hostile_responses_score_zero(hostile: str) -> None:
+    assert score("3*4+7=", hostile) == 0.0
 
 
 @given(st.text(alphabet=task.ALPHABET + " \n"))
-def test_nothing_in_a_response_raises_or_is_worth_more_than_it_says(text: str) -> None:
-    value = worth("3*4+7=", text)
+def test_no_response_raises_an_error_or_scores_too_much(text: str) -> None:
+    value = score("3*4+7=", text)
     assert (value == 1.0) == (text == "2*4+1=1*4+5=0*4+9=9")
     assert value == 1.0 or 0.0 <= value <= 0.5
 
 
-def test_more_after_the_answer_is_not_right() -> None:
+def test_text_after_the_answer_is_wrong() -> None:
     for more in ("=9", "=", "0", "=8*4+1"):
-        assert worth("3*4+7=", "2*4+1=1*4+5=0*4+9=9" + more) <= 0.5
+        assert score("3*4+7=", "2*4+1=1*4+5=0*4+9=9" + more) <= 0.5
 
 
 def test_the_same_arguments_give_the_same_problems() -> None:
     assert list(task.problems(50, seed=1)) == list(task.problems(50, seed=1))
     assert list(task.problems(50, seed=1)) != list(task.problems(50, seed=2))
-    # Written down, so that they are the same on any machine.
+    # Literal values, so that they are the same on any machine.
     assert [row["prompt"] for row in task.problems(3)] == ["5*9+9=", "7*5+3=", "1*5+1="]
 
 
@@ -121,7 +121,7 @@ def test_the_tokenizer_round_trips(loaded: Any) -> None:
     assert len(tokenizer) == loaded.model.config.vocab_size
 
 
-def test_the_warm_start_is_small_and_knows_the_task_but_slips(loaded: Any) -> None:
+def test_the_warm_start_is_small_and_knows_the_task_but_makes_mistakes(loaded: Any) -> None:
     assert sum(file.stat().st_size for file in WARM.iterdir()) < 4_000_000
     rows = list(task.held_out(96))
     sampled, greedy = (_accuracy(loaded, rows, temperature) for temperature in (1.0, 0.0))
@@ -136,9 +136,9 @@ def _accuracy(loaded: Any, rows: list[Any], temperature: float) -> float:
     sampling = Sampling(max_tokens=task.MAX_TOKENS, temperature=temperature, stop_ids=(loaded.tokenizer.eos_token_id,))
     engine = tiny.engine(loaded.model, kv_bytes=1 << 27, prefill_chunk=256, stream_every=16, max_requests=96)
     prompts = [tuple(loaded.tokenizer(row["prompt"])["input_ids"]) for row in rows]
-    said = tiny.run(
+    responses = tiny.run(
         engine,
         [Request(trajectory=i, version=0, prompt=prompt, sampling=sampling) for i, prompt in enumerate(prompts)],
     ).responses
-    texts = [loaded.tokenizer.decode(list(said[i].tokens), skip_special_tokens=True) for i in range(len(rows))]
+    texts = [loaded.tokenizer.decode(list(responses[i].tokens), skip_special_tokens=True) for i in range(len(rows))]
     return float(np.mean(np.array(task.reward([row["prompt"] for row in rows], texts)) == 1.0))

@@ -1,7 +1,7 @@
-"""Guess a number in as few turns as possible: an environment of several turns.
+"""An environment of several turns: guess a number in as few turns as possible.
 
-Each row needs a column `secret`, a whole number from 1 to `highest`. The policy is told whether its guess is too low or
-too high. A right guess gives 1, and half of that if it came later than halving the range would have taken.
+Each row needs a column `secret`, a whole number from 1 to `highest`. The environment answers whether a guess is too low
+or too high. A right guess gives 1, or 0.5 if it took more turns than a binary search needs at most.
 """
 
 from __future__ import annotations

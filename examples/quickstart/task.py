@@ -3,15 +3,15 @@
     prompt      3*4+7=
     response    2*4+1=1*4+5=0*4+9=9
 
-A step takes one from the count and adds the addend to the last digit, so it is easy and looks only at the step before;
-what is hard is to make no slip in a long chain. A response is as long as its problem demands: the count is drawn from
-a lognormal distribution, and the tail of lengths is that of the count.
+A step subtracts one from the count and adds the addend to the last digit, so it is easy and depends only on the step
+before; a long chain without a mistake is hard. The problem determines the length of its right response: the count is
+drawn from a lognormal distribution, and the lengths have its tail.
 
 Invariants:
 - the same arguments give the same problems, on any machine;
-- the problems for training and the held-out ones have no prompt in common;
-- a response is worth 1 only if every step of it is right; less is worth at most a half, and nothing in a response can
-  raise: it is only ever compared.
+- the training problems and the held-out problems have no prompt in common;
+- the reward is 1 only if every step is right, and at most 0.5 otherwise; no response can raise an error, since it is
+  only compared.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Tail = Literal["light", "medium", "heavy"]
 
 ALPHABET = "0123456789*+="
 LONGEST = 130
-"""Highest count. Its response has under 1,024 tokens."""
+"""Highest count. Its response has fewer than 1,024 tokens."""
 MAX_TOKENS = 1024
-"""Room for the longest right response, with its end, and some more for one that goes astray."""
+"""Room for the longest right response with its end token, and some more for a wrong one."""
 HELD_OUT = 5
-"""One prompt in so many is held out."""
+"""One prompt in this many is held out."""
 
 
 class Lengths(NamedTuple):
@@ -42,7 +42,7 @@ class Lengths(NamedTuple):
     sigma: float
 
 
-# The three have about the same mean, so that a step costs the same number of tokens with each.
+# All three have about the same mean, so that a training step has about the same number of tokens with each.
 TAILS: dict[Tail, Lengths] = {
     "light": Lengths(12.5, 0.3),
     "medium": Lengths(10.5, 0.6),
@@ -51,7 +51,7 @@ TAILS: dict[Tail, Lengths] = {
 
 
 class Row(TypedDict):
-    """One problem, as data sets have it."""
+    """One problem as a row of a dataset."""
 
     prompt: str
     answer: str
@@ -59,7 +59,7 @@ class Row(TypedDict):
 
 
 class Problem(NamedTuple):
-    """What the last digit of times * addend + digit is."""
+    """Asks for the last digit of times * addend + digit."""
 
     times: int
     addend: int
@@ -69,7 +69,7 @@ class Problem(NamedTuple):
         return f"{self.times}*{self.addend}+{self.digit}"
 
     def then(self) -> Problem:
-        """One addition later."""
+        """The problem after one addition."""
         return Problem(self.times - 1, self.addend, (self.digit + self.addend) % 10)
 
     @property
@@ -85,7 +85,7 @@ class Problem(NamedTuple):
 
 
 def problems(count: int = 4096, seed: int = 0, split: Split = "train", tail: Tail = "heavy") -> Iterator[Row]:
-    """So many rows; the same for the same arguments."""
+    """`count` rows, which depend only on the arguments."""
     dice = random.Random(f"{seed} {split} {tail}")
     for _ in range(count):
         yield draw(dice, split, tail).row()
@@ -97,7 +97,7 @@ def held_out(count: int = 256, seed: int = 0, tail: Tail = "heavy") -> Iterator[
 
 
 def draw(dice: random.Random, split: Split, tail: Tail) -> Problem:
-    """One problem. What falls outside the bounds or into the other split is drawn again."""
+    """Draw one problem; problems outside the bounds or in the other split are drawn again."""
     lengths = TAILS[tail]
     while True:
         times = round(dice.lognormvariate(math.log(lengths.median), lengths.sigma))
@@ -107,12 +107,12 @@ def draw(dice: random.Random, split: Split, tail: Tail) -> Problem:
 
 
 def chain(problem: Problem) -> list[str]:
-    """The parts of the right response: what stands between its equals signs."""
-    parts: list[str] = []
+    """The steps of the right response, which equals signs separate, and its answer."""
+    steps: list[str] = []
     while problem.times:
         problem = problem.then()
-        parts.append(str(problem))
-    return [*parts, str(problem.digit)]
+        steps.append(str(problem))
+    return [*steps, str(problem.digit)]
 
 
 def solution(prompt: str) -> str:
@@ -129,14 +129,14 @@ def parse(prompt: str) -> Problem:
 
 
 def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-    """1 for a right response; else half the share of its steps that are right up to its first mistake."""
-    return [_worth(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+    """1 for a right response; otherwise half the share of the steps that are right up to the first mistake."""
+    return [_score(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
 
 
-def _worth(prompt: str, completion: str) -> float:
+def _score(prompt: str, completion: str) -> float:
     right = chain(parse(prompt))
-    said = completion.split("=", maxsplit=len(right))
-    if said == right:
+    given = completion.split("=", maxsplit=len(right))
+    if given == right:
         return 1.0
-    leading = next((place for place, (a, b) in enumerate(zip(said, right, strict=False)) if a != b), None)
-    return 0.5 * (min(len(said), len(right)) if leading is None else leading) / len(right)
+    leading = next((index for index, (a, b) in enumerate(zip(given, right, strict=False)) if a != b), None)
+    return 0.5 * (min(len(given), len(right)) if leading is None else leading) / len(right)

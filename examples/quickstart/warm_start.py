@@ -1,10 +1,10 @@
-"""Makes the warm start of the quickstart: a tiny Llama that knows the task but slips.
+"""Trains the warm start of the quickstart: a tiny Llama that knows the task but makes mistakes.
 
     python examples/quickstart/warm_start.py [--out FOLDER] [--seed 0] [--updates 500]
 
-It is taught with demonstrations in which every step has a slip with some probability, and the demonstration goes on
-from there. So the likeliest next step is nearly always the right one, and a sampled chain fails about where a slip
-comes: short chains are mostly right, long ones hardly ever. Only problems for training are shown.
+It is trained on demonstrations in which every step contains a mistake with some probability, and the chain continues
+from it. So the likeliest next step is nearly always right, but a sampled chain makes about as many mistakes as the
+demonstrations: short chains are mostly right, long ones hardly ever. Only training problems are used.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from dora_rl.trainer.sft import SftConfig, SftProgress, example, train
 from task import ALPHABET, MAX_TOKENS, Problem, draw
 
 OUT = Path(__file__).parent / "warm"
-SLIPS = 0.12
-"""Probability of a slip in a step: 41% of the chains have none."""
+MISTAKES = 0.12
+"""Probability of a mistake in a step: 41% of the chains have none."""
 BATCH = 64
 
 
 def make_tokenizer() -> Any:
-    """One token for each character, and an end."""
+    """One token for each character, and an end token."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     special = ["<pad>", "<end>", "<unknown>"]
-    vocabulary = {token: place for place, token in enumerate([*special, *ALPHABET])}
+    vocabulary = {token: index for index, token in enumerate([*special, *ALPHABET])}
     characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<unknown>"))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     characters.decoder = decoders.Fuse()
@@ -68,7 +68,7 @@ def make_model(tokenizer: Any, seed: int) -> Any:
 
 
 def demonstrations(count: int, tokenizer: Any, seed: int) -> Iterator[Group]:
-    """Chains with slips, as examples to learn from."""
+    """Chains with mistakes, as training examples."""
     dice = random.Random(seed)
     for number in range(count):
         problem = draw(dice, "train", "heavy")
@@ -79,15 +79,15 @@ def demonstrations(count: int, tokenizer: Any, seed: int) -> Iterator[Group]:
 
 
 def demonstrate(problem: Problem, dice: random.Random) -> Iterator[str]:
-    """The parts of a response with slips."""
+    """The steps of a response with mistakes."""
     while problem.times:
-        problem = slipped(problem.then(), dice) if dice.random() < SLIPS else problem.then()
+        problem = with_mistake(problem.then(), dice) if dice.random() < MISTAKES else problem.then()
         yield str(problem)
     yield str(problem.digit)
 
 
-def slipped(problem: Problem, dice: random.Random) -> Problem:
-    """A wrong digit, or now and then a count that is one off."""
+def with_mistake(problem: Problem, dice: random.Random) -> Problem:
+    """A problem with a wrong digit or, in a fifth of cases, a count that is off by one."""
     if problem.times and dice.random() < 0.2:
         return problem._replace(times=problem.times + dice.choice((-1, 1)))
     return problem._replace(digit=(problem.digit + dice.randint(1, 9)) % 10)

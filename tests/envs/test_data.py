@@ -161,12 +161,12 @@ def test_a_system_message_makes_a_chat(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "hi", "name": None}]
     own = [{"role": "system", "content": "Mine."}, *chat]
     write_rows(tmp_path / "rows.jsonl", [{"prompt": "hi"}, {"prompt": chat}, {"prompt": own}])
-    user, told, mine = (
+    user, brief, mine = (
         ChatMessage(role=role, content=text)
         for role, text in [("user", "hi"), ("system", "Be brief."), ("system", "Mine.")]
     )
     prompts = [each.prompt for each in loaded(tmp_path, "rows.jsonl", system="Be brief.").train]
-    assert prompts == [(told, user), (told, user), (mine, user)]
+    assert prompts == [(brief, user), (brief, user), (mine, user)]
     assert [each.prompt for each in loaded(tmp_path, "rows.jsonl").train] == ["hi", (user,), (mine, user)]
     assert loaded(tmp_path, "rows.jsonl", system="").train[0].prompt == (user,)
 

@@ -81,8 +81,8 @@ def test_the_environment_on_the_page_is_played() -> None:
 def test_the_sandbox_on_the_page_runs() -> None:
     exec(blocks("python")[1], {})
     limits = SandboxLimits()
-    said = (limits.wall_seconds, limits.cpu_seconds, limits.memory_bytes, limits.disk_bytes, limits.disk_entries)
-    assert said == (10, 10, 512 << 20, 32 << 20, 1000)
+    defaults = (limits.wall_seconds, limits.cpu_seconds, limits.memory_bytes, limits.disk_bytes, limits.disk_entries)
+    assert defaults == (10, 10, 512 << 20, 32 << 20, 1000)
     assert (limits.output_bytes, limits.threads) == (1 << 20, 32)
 
 
