@@ -23,6 +23,9 @@ class Worker:
     def send(self, message: m.EnvRequest) -> None:
         self.asked.append(message)
 
+    def succeeded(self) -> None:
+        self.failures = 0
+
 
 class Pool:
     """Workers, judges over them, and what was answered."""

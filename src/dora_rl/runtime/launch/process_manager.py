@@ -75,6 +75,14 @@ class WorkerProcess:
         """The node that it runs on."""
         return "" if self.handle is None else self.handle.node
 
+    def report_failure(self, reason: str) -> None:
+        """Keep why this incarnation can't continue; the first reason counts."""
+        self.reported_failure = self.reported_failure or reason
+
+    def succeeded(self) -> None:
+        """The process has done useful work, so earlier failures no longer count as in a row."""
+        self.failures = 0
+
     def send(self, message: Message) -> None:
         """Send, if the process is there; a sender that waits for an answer has a deadline."""
         if self.channel is not None:
@@ -265,7 +273,7 @@ class ProcessManager:
         try:
             messages = worker.channel.receive()
         except ChannelError as error:
-            worker.reported_failure = str(error)
+            worker.report_failure(str(error))
             worker.channel.closed = True
             return []
         if messages:

@@ -249,7 +249,7 @@ class EnvSessions:
             return
         assert isinstance(reply, m.EnvResult)
         if reply.done or not self._fits(trajectory, len(observation) + 1):
-            entry.ended = "environment"
+            entry.end("environment")
             self._log.append_tokens([], [(trajectory, "environment")])
         elif observation:
             self._observe(trajectory, observation)

@@ -98,7 +98,7 @@ class EvaluationSessions:
         for chunk in report.chunks:
             self.trajectory(chunk.trajectory).append(chunk)
         for end in report.ended:
-            self.trajectory(end.trajectory).ended = end.reason
+            self.trajectory(end.trajectory).end(end.reason)
         for event in report.events:
             match event:
                 case e.Parked():
@@ -170,6 +170,7 @@ class EvaluationSessions:
             return
         self._open.discard(trajectory)
         entry = self.trajectory(trajectory)
-        entry.failed = reward is None
+        if reward is None:
+            entry.fail()
         self._scored(reward, entry.length)
         self.start()

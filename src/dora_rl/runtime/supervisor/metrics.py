@@ -88,7 +88,7 @@ class MetricsRecorder:
             key = activity_name(share.label, share.cause)
             self.time[key] += share.spent
             self._step_time[key] += share.spent
-        self._window(f"{instance}/{message.slot}", message.start, message.end, list(message.shares))
+        self._window(f"{instance}/{message.slot}", message.start, message.end, message.shares)
 
     def migrated(self, requests: int) -> None:
         """Count requests that arrived on another instance with their KV."""
@@ -152,17 +152,7 @@ class MetricsRecorder:
 
     def settle(self, now: Nanoseconds) -> None:
         """Write the trainer's window of time up to now."""
-        self.trainer_time.settle(now)
-        shares = [
-            TimeShare(
-                label=activity.label.value,
-                version=activity.version,
-                cause="" if activity.cause is None else activity.cause.reason.value,
-                spent=spent,
-            )
-            for activity, spent in self.trainer_time.totals.items()
-        ]
-        self.trainer_time.totals.clear()  # there are totals for each version: kept, they would grow with the run
+        shares = TimeShare.take(self.trainer_time, now)
         if now > self._trainer_window:
             self._window("trainer", self._trainer_window, now, shares)
             self._trainer_window = now
@@ -212,7 +202,7 @@ class MetricsRecorder:
             }
             self._line(self._samples, record)
 
-    def _window(self, who: str, start: Nanoseconds, end: Nanoseconds, shares: list[TimeShare]) -> None:
+    def _window(self, who: str, start: Nanoseconds, end: Nanoseconds, shares: Sequence[TimeShare]) -> None:
         rows = [[share.label, share.version, share.cause, share.spent] for share in shares]
         self._line(self._activity, {"who": who, "start": start, "end": end, "shares": rows})
 

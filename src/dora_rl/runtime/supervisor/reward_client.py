@@ -114,7 +114,7 @@ class RewardPool:
         pending = self._sent[worker.worker_id].pop(reply.item, None)
         if pending is not None:
             self._retries[worker.worker_id] -= pending.tries > 1
-            worker.failures = 0
+            worker.succeeded()
             self._guard.answered(pending.item, reply.failed)
             self._answer(pending, reply)
         self._dispatch()

@@ -250,7 +250,7 @@ class RolloutClient:
             self._left(worker.name, end.trajectory)
             entry = self._trajectories.find(end.trajectory)
             if entry is not None and entry.attempt == end.attempt and not entry.failed:
-                entry.ended = end.reason
+                entry.end(end.reason)
                 ended.append((end.trajectory, end.reason))
         self._ledger.append_tokens(accepted, ended)
         for event in report.events:

@@ -356,14 +356,14 @@ class Supervisor:
                 f"{message.reason}; the checkpoint before it is kept: start a new run from that with a lower "
                 "trainer.optimiser.learning_rate, or fix what made these trajectories and resume the run"
             )
-        worker.reported_failure = message.reason
+        worker.report_failure(message.reason)
         self._notify(f"{worker.name}: {message.reason}")
 
     def worker_lost(self, worker: WorkerProcess, reason: str, *, by_request: bool = False) -> None:
         """A worker has ended, or has to be ended; `by_request` if user code that it ran was the cause."""
         if worker.role == "rank":
             trainer = self.trainer.worker
-            trainer.reported_failure = trainer.reported_failure or worker.reported_failure
+            trainer.report_failure(worker.reported_failure)
             worker, reason = trainer, f"{worker.name}: {reason}"
         name = worker.name
         if worker.role == "reward":

@@ -53,6 +53,14 @@ class TrajectoryEntry:
         self.chunks.append(chunk)
         self.length += len(chunk)
 
+    def end(self, reason: StopReason) -> None:
+        """The response is complete."""
+        self.ended = reason
+
+    def fail(self) -> None:
+        """The trajectory will not be finished."""
+        self.failed = True
+
     @property
     def response(self) -> array[int]:
         """Token ids of the response so far."""
@@ -174,7 +182,7 @@ class TrajectoryStore:
             case c.FailTrajectory(trajectory=trajectory, reason=reason):
                 entry = self.trajectory(trajectory)
                 self._stopped(trajectory, entry)
-                entry.failed = True
+                entry.fail()
                 self.failed[reason] = self.failed.get(reason, 0) + 1
             case c.GroupFailed(group=group):
                 del self.groups[group]
@@ -285,7 +293,8 @@ def _restore(ledger: Ledger, trajectory: TrajectoryId, entry: TrajectoryEntry) -
         raise IntegrityError(
             f"the ledger has lost the end of trajectory {trajectory}: it has {entry.length} of {entry.generated} tokens"
         )
-    entry.ended = cast("StopReason | None", ended)
+    if ended is not None:
+        entry.end(cast("StopReason", ended))
 
 
 def _token_ids(chunks: Sequence[TokenChunk]) -> array[int]:

@@ -20,6 +20,7 @@ import msgspec
 from dora_rl.core.commands import AnyCommand
 from dora_rl.core.events import AnyEvent
 from dora_rl.core.file_digests import FileDigest
+from dora_rl.core.time_accounting import TimeAccount
 from dora_rl.core.tokens import TokenChunk
 from dora_rl.core.trajectory import StopReason
 from dora_rl.core.types import (
@@ -257,6 +258,25 @@ class TimeShare(msgspec.Struct, frozen=True, kw_only=True):
     version: Version | None
     cause: str
     spent: Nanoseconds
+
+    @classmethod
+    def take(cls, account: TimeAccount, now: Nanoseconds) -> tuple[TimeShare, ...]:
+        """How the time up to now was spent since the last call.
+
+        The totals of the account are cleared: every version adds its own, so they would grow with the run.
+        """
+        account.settle(now)
+        shares = tuple(
+            cls(
+                label=activity.label.value,
+                version=activity.version,
+                cause="" if activity.cause is None else activity.cause.reason.value,
+                spent=spent,
+            )
+            for activity, spent in account.totals.items()
+        )
+        account.totals.clear()
+        return shares
 
 
 class SlotTime(Message, frozen=True, kw_only=True):

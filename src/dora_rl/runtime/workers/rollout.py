@@ -223,17 +223,7 @@ class RolloutWorker:
         """Report what the slots' time since the last report was spent on."""
         now = self._now()
         for slot, account in enumerate(self._engine.accounts):
-            account.settle(now)
-            shares = tuple(
-                m.TimeShare(
-                    label=activity.label.value,
-                    version=activity.version,
-                    cause="" if activity.cause is None else activity.cause.reason.value,
-                    spent=spent,
-                )
-                for activity, spent in account.totals.items()
-            )
-            account.totals.clear()  # every version adds its own totals, which would grow with the run
+            shares = m.TimeShare.take(account, now)
             self._channel.send(m.SlotTime(slot=slot, start=self._window_starts[slot], end=now, shares=shares))
             self._window_starts[slot] = now
         self._channel.send(m.EngineStats(figures=dataclasses.asdict(self._engine.stats)))
