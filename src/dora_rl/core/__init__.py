@@ -20,7 +20,7 @@ Where tokens come from
 - request: a trajectory that an engine is generating.
 - token chunk: consecutive tokens of one response with their log-probs; the form of tokens from engine to trainer.
 - parked: the state of a request that waits for its environment; it keeps its KV and does not decode.
-- KV bundle: a request with its KV cache, packed so that another instance can continue it.
+- KV bundle: requests with their KV cache, packed so that another instance can continue them.
 - move (migration): a running request goes to another slot of its version with its KV.
 - fingerprint: a digest of published weights; it proves which weights a slot loaded.
 - probe: fixed token sequences with the trainer's log-probs, published with a version; it proves what a slot computes.
