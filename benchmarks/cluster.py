@@ -140,9 +140,9 @@ def measure() -> dict[str, float]:
 def _round_trip(peer: Any) -> float:
     """Round trip of a small message over the connection that the processes of a run use."""
     links: list[socket.socket] = []
-    door = Rendezvous(lambda _name, _hello, link: links.append(link))
-    peer_token = door.expect("peer")
-    ended = peer.echo.remote(door.listen(LOOPBACK), peer_token)
+    rendezvous = Rendezvous(lambda _name, _hello, link: links.append(link))
+    peer_token = rendezvous.expect("peer")
+    ended = peer.echo.remote(rendezvous.listen(LOOPBACK), peer_token)
     while not links:
         time.sleep(0.001)
     link, message = links[0], b"x" * 200
@@ -156,7 +156,7 @@ def _round_trip(peer: Any) -> float:
 
     found = _median(there_and_back, 2000)
     link.close()
-    door.close()
+    rendezvous.close()
     need_ray().get(ended)
     return found
 

@@ -57,13 +57,13 @@ def reward_of(name: str) -> Callable[..., list[float]]:
 def counted(reward: Callable[..., list[float]], tokens: list[int], rewards: list[float]) -> Callable[..., list[float]]:
     """A reward function that records what it is called with."""
 
-    def judge(completion_ids: list[list[int]], **given: Any) -> list[float]:
+    def recorded(completion_ids: list[list[int]], **given: Any) -> list[float]:
         tokens.extend(map(len, completion_ids))
         found = reward(**given)
         rewards.extend(found)
         return found
 
-    return judge
+    return recorded
 
 
 def arguments(settings: Settings, config: Any) -> Any:
