@@ -31,6 +31,9 @@ from dora_rl.orchestrator.config import ControlConfig
 from dora_rl.orchestrator.modes import MODES
 from dora_rl.orchestrator.placement import PLACEMENT_RULES
 from dora_rl.runtime.config import RunConfig
+from dora_rl.runtime.run_dir import RunDir
+from dora_rl.runtime.supervisor.metrics import MetricsRecorder
+from dora_rl.runtime.supervisor.trackers import TRACKERS, trackers
 from dora_rl.sim.chaos import ChaosRuntime
 from dora_rl.sim.presets import preset
 from dora_rl.sim.run import parse_variant, simulate
@@ -83,10 +86,12 @@ def run_config(base: Path, section: str) -> RunConfig:
 def registries() -> Iterator[None]:
     """Examples add rows to these; other tests must not see them."""
     kept = [(registry, dict(registry)) for registry in (MODES, PLACEMENT_RULES, cast("dict[str, str]", ENGINES))]
+    makers = len(TRACKERS)
     yield
     for registry, before in kept:
         for name in set(registry) - set(before):
             del registry[name]
+    del TRACKERS[makers:]
 
 
 def in_package(package: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,6 +255,23 @@ def test_a_model(tmp_path: Path) -> None:
     namespace: dict[str, Any] = {}
     exec(code_of("try_model.py"), namespace)
     assert namespace["try_model"](str(tmp_path)) == ("generic", "packed")
+
+
+def test_a_tracker(tmp_path: Path) -> None:
+    exec(code_of("runtime/supervisor/trackers.py"), {})
+    namespace: dict[str, Any] = {}
+    exec(code_of("runtime/config.py"), namespace)
+    logging = build(namespace["LoggingConfig"], settings_of("A tracker")["logging"] | {"tensorboard": False})
+    config = build(RunConfig, tree_with(tmp_path))
+    run_dir = RunDir.create(config, tmp_path, "run")
+    made = trackers(run_dir, config.model_copy(update={"logging": logging}))
+    recorder = MetricsRecorder(run_dir, made, 0, decode=str, samples=0)
+    recorder.step_trained(0, {"loss": 0.5}, {})
+    recorder.published(1, 10**9, live=1, failed=0, ledger_seconds=0.0)
+    recorder.close()
+    lines = (run_dir.path / "metrics.csv").read_text().splitlines()
+    assert "1,loss,0.5" in lines
+    assert "1,timing_s/step,1.0" in lines
 
 
 def test_the_page_shows_no_block_without_a_test_and_lists_every_section() -> None:

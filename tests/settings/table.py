@@ -417,18 +417,18 @@ RUN: Table = {
         "runtime.workers.trainer:TrainerWorker._checkpoint",
         "settings/test_training.py::test_checkpoints_are_written_and_kept_as_told",
     ),
-    "logging": Row("runtime.supervisor.trackers:trackers", why=SECTION),
+    "logging": Row("runtime.supervisor.trackers:_tensorboard", why=SECTION),
     "logging.level": Row(
         "runtime.workers.main:run_worker", "runtime/test_logs.py::test_a_worker_logs_at_the_level_of_its_config"
     ),
     "logging.tensorboard": Row(
-        "runtime.supervisor.trackers:trackers", "settings/test_supervisor.py::test_figures_go_where_logging_says"
+        "runtime.supervisor.trackers:_tensorboard", "settings/test_supervisor.py::test_figures_go_where_logging_says"
     ),
     "logging.wandb": Row(
-        "runtime.supervisor.trackers:trackers", "settings/test_supervisor.py::test_figures_go_where_logging_says"
+        "runtime.supervisor.trackers:_wandb", "settings/test_supervisor.py::test_figures_go_where_logging_says"
     ),
     "logging.trackio": Row(
-        "runtime.supervisor.trackers:trackers", "settings/test_supervisor.py::test_figures_go_where_logging_says"
+        "runtime.supervisor.trackers:_trackio", "settings/test_supervisor.py::test_figures_go_where_logging_says"
     ),
     "logging.samples": Row(
         "runtime.supervisor.run:Run._wire",

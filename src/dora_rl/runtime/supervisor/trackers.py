@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 from dora_rl.core.errors import ConfigError
@@ -39,22 +40,40 @@ class Service:
         self._module.finish()
 
 
+def _tensorboard(run_dir: RunDir, config: RunConfig) -> Tracker | None:
+    if not config.logging.tensorboard:
+        return None
+    try:
+        from torch.utils.tensorboard.writer import SummaryWriter
+    except ImportError as error:
+        raise ConfigError(
+            "'logging.tensorboard': the package is missing: pip install 'dora-rl[train]', or set it to false"
+        ) from error
+    return TensorBoard(SummaryWriter(str(run_dir.tensorboard), flush_secs=10))
+
+
+def _wandb(run_dir: RunDir, config: RunConfig) -> Tracker | None:
+    return _service("wandb", config.logging.wandb, run_dir, config)
+
+
+def _trackio(run_dir: RunDir, config: RunConfig) -> Tracker | None:
+    return _service("trackio", config.logging.trackio, run_dir, config)
+
+
+def _service(name: str, project: str | None, run_dir: RunDir, config: RunConfig) -> Tracker | None:
+    if project is None:
+        return None
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(f"'logging.{name}': the package is missing: pip install {name}") from error
+    return Service(module, project, run_dir.path.name, config.model_dump(mode="json"))
+
+
+TRACKERS: list[Callable[[RunDir, RunConfig], Tracker | None]] = [_tensorboard, _wandb, _trackio]
+"""Each makes its tracker for a run, or returns None if its setting in `LoggingConfig` is off."""
+
+
 def trackers(run_dir: RunDir, config: RunConfig) -> list[Tracker]:
     """The trackers that the config names."""
-    found: list[Tracker] = []
-    if config.logging.tensorboard:
-        try:
-            from torch.utils.tensorboard.writer import SummaryWriter
-        except ImportError as error:
-            raise ConfigError(
-                "'logging.tensorboard': the package is missing: pip install 'dora-rl[train]', or set it to false"
-            ) from error
-        found.append(TensorBoard(SummaryWriter(str(run_dir.tensorboard), flush_secs=10)))
-    for name, project in (("wandb", config.logging.wandb), ("trackio", config.logging.trackio)):
-        if project is not None:
-            try:
-                module = importlib.import_module(name)
-            except ImportError as error:
-                raise ConfigError(f"'logging.{name}': the package is missing: pip install {name}") from error
-            found.append(Service(module, project, run_dir.path.name, config.model_dump(mode="json")))
-    return found
+    return [tracker for make in TRACKERS if (tracker := make(run_dir, config)) is not None]
