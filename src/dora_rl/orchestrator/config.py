@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from dora_rl.core.config import Config, NameOf
+from dora_rl.core.errors import ConfigError
+from dora_rl.core.types import InstanceSpec
 from dora_rl.orchestrator.modes import MODES, ModeSpec
 from dora_rl.orchestrator.placement import PLACEMENT_RULES, PlacementRule
 
@@ -87,3 +89,16 @@ class ControlConfig(Config):
     def staleness(self) -> int:
         """The staleness bound: `max_staleness`, unless the mode fixes another."""
         return self.mode_spec.staleness(self.max_staleness)
+
+    def check_fits(self, spec: InstanceSpec) -> None:
+        """Refuse an instance on which a whole group, or the longest trajectory, would not fit."""
+        if self.group_size > spec.max_requests:
+            raise ConfigError(
+                f"'group_size': a group of {self.group_size} does not fit instance {spec.instance}, "
+                f"which takes {spec.max_requests} requests"
+            )
+        if self.max_response_tokens > spec.kv_tokens:
+            raise ConfigError(
+                f"'max_response_tokens': one trajectory of {self.max_response_tokens} tokens does not fit the KV "
+                f"cache of instance {spec.instance}, which holds {spec.kv_tokens}"
+            )

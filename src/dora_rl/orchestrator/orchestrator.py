@@ -19,7 +19,7 @@ from typing import Any
 from dora_rl.core import events as e
 from dora_rl.core.commands import Command, EvictInstance, Stalled
 from dora_rl.core.errors import ConfigError, IntegrityError
-from dora_rl.core.types import SECOND, InstanceId, InstanceSpec, Nanoseconds, SlotId, Version
+from dora_rl.core.types import SECOND, InstanceId, Nanoseconds, SlotId, Version
 from dora_rl.orchestrator.admission import Admission
 from dora_rl.orchestrator.config import MAX_STALENESS, ControlConfig
 from dora_rl.orchestrator.context import Context
@@ -223,7 +223,7 @@ class Orchestrator:
         # An id is used once: a late or duplicate report of a lost instance can't bring it back.
         if spec.instance in self._context.instances.by_id or spec.instance in self._lost_instances:
             return False
-        self._check_spec(spec)
+        self.config.check_fits(spec)
         instance = self._context.instances.add(spec, self._context.now)
         instance.paused = spec.shares_trainer and self._trainer.stage is TrainerStage.TRAINING
         self._rebalancer.instance_joined(spec)
@@ -232,19 +232,6 @@ class Orchestrator:
             self._scheduler.touch(slot)
         self._rebalance_due = True
         return True
-
-    def _check_spec(self, spec: InstanceSpec) -> None:
-        config = self.config
-        if config.group_size > spec.max_requests:
-            raise ConfigError(
-                f"'group_size': a group of {config.group_size} does not fit instance {spec.instance}, "
-                f"which takes {spec.max_requests} requests"
-            )
-        if config.max_response_tokens > spec.kv_tokens:
-            raise ConfigError(
-                f"'max_response_tokens': one trajectory of {config.max_response_tokens} tokens does not fit the KV "
-                f"cache of instance {spec.instance}, which holds {spec.kv_tokens}"
-            )
 
     def _on_lost(self, event: e.InstanceLost) -> bool:
         self._lost_instances.add(event.instance)
