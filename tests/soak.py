@@ -1,4 +1,4 @@
-"""Run as many random fault schedules as one likes: `python -m tests.soak --schedules 100000 --seed 0`."""
+"""Run any number of random fault schedules: `python -m tests.soak --schedules 100000 --seed 0`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.schedules import run_schedule
 Outcome = tuple[int, str, int, int, int, dict[str, int]]
 
 
-def one(seed: int) -> Outcome:
+def run_one(seed: int) -> Outcome:
     """Seed, failure (empty if none), events, moves, resumes and faults of a schedule."""
     try:
         runtime = run_schedule(seed)
@@ -36,7 +36,7 @@ def main() -> None:
     events = moves = resumes = 0
     failures: list[tuple[int, str]] = []
     with ProcessPoolExecutor() as pool:
-        for seed, failure, e, m, r, f in track(pool.map(one, seeds, chunksize=50), "schedules", total=len(seeds)):
+        for seed, failure, e, m, r, f in track(pool.map(run_one, seeds, chunksize=50), "schedules", total=len(seeds)):
             events, moves, resumes = events + e, moves + m, resumes + r
             faults.update(f)
             if failure:

@@ -1,4 +1,4 @@
-"""Single decisions of the orchestrator that the random schedules would only meet by chance."""
+"""Single decisions of the orchestrator that random schedules reach only by chance."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONFIG = ControlConfig(groups_per_step=2, group_size=2, max_response_tokens=64, 
 
 
 def started(config: ControlConfig = CONFIG, slots: int = 1) -> Orchestrator:
-    """An orchestrator with one instance that serves version 0 and has begun two groups."""
+    """An orchestrator with one instance that serves version 0 and has two groups running."""
     orchestrator = Orchestrator(config)
     spec = InstanceSpec(instance="a", slots=slots, max_requests=4, kv_tokens=10_000)
     prompts = tuple(Prompt(key=str(number), tokens=8) for number in range(8))
@@ -86,7 +86,7 @@ def test_a_slot_that_was_not_compared_with_the_published_probe_stops_the_run() -
         load(e.SlotLoaded(slot=SlotId("a", 0), version=0, fingerprint=fingerprint(0)))
 
 
-def test_a_slot_that_computes_something_else_is_loaded_again_and_then_stops_the_run() -> None:
+def test_a_slot_that_differs_from_the_probe_is_loaded_again_and_then_stops_the_run() -> None:
     orchestrator = started()
     orchestrator.step(e.InstanceJoined(spec=InstanceSpec(instance="b", max_requests=4, kv_tokens=10_000)), 1)
     failed = e.SlotLoadFailed(slot=SlotId("b", 0), version=0, reason="it differs by 0.3", differs=True)
@@ -97,14 +97,14 @@ def test_a_slot_that_computes_something_else_is_loaded_again_and_then_stops_the_
         orchestrator.step(failed, 4)
 
 
-def test_a_trainer_that_comes_back_from_nowhere_is_refused() -> None:
+def test_a_trainer_that_comes_back_with_an_unknown_version_is_refused() -> None:
     orchestrator = started()
     orchestrator.step(e.TrainerLost(), 1)
     with pytest.raises(IntegrityError, match="version 7"):
         orchestrator.step(e.TrainerReady(version=7), 2)
 
 
-def test_a_former_trainers_report_is_not_taken_for_the_new_ones() -> None:
+def test_reports_of_an_earlier_trainer_attempt_are_ignored() -> None:
     orchestrator = started()
     for trajectory in range(4):
         orchestrator.step(generated(trajectory), 1)
@@ -118,7 +118,7 @@ def test_a_former_trainers_report_is_not_taken_for_the_new_ones() -> None:
     assert any(isinstance(command, c.Publish) and command.version == 1 for command in own)
 
 
-def test_what_does_not_fit_an_instance_is_refused_when_it_joins() -> None:
+def test_an_instance_that_is_too_small_is_refused_when_it_joins() -> None:
     with pytest.raises(ConfigError, match="group_size"):
         Orchestrator(CONFIG).step(
             e.InstanceJoined(spec=InstanceSpec(instance="a", max_requests=1, kv_tokens=10_000)), 0
@@ -132,7 +132,7 @@ def started_groups(commands: list[c.Command]) -> int:
 
 
 def test_a_larger_bound_opens_admission_at_once() -> None:
-    """K = 0 with a step's groups begun: an empty instance stays empty until the bound is raised."""
+    """K = 0 and a step's groups are running: an empty instance stays empty until the bound is raised."""
     orchestrator = started(CONFIG.model_copy(update={"max_staleness": 0}))
     orchestrator.step(e.InstanceJoined(spec=InstanceSpec(instance="b", max_requests=4, kv_tokens=10_000)), 1)
     loaded = e.SlotLoaded(slot=SlotId("b", 0), version=0, fingerprint=fingerprint(0))
@@ -149,7 +149,7 @@ def test_a_smaller_bound_waits_until_the_untrained_groups_fit() -> None:
     assert orchestrator.snapshot().untrained == {0: 4}
     orchestrator.step(e.BoundChanged(max_staleness=0), 3)
     commands = []
-    for trajectory in range(8):  # all of version 0, the half of them on the other instance
+    for trajectory in range(8):  # all of version 0, half of them on the other instance
         event = generated(trajectory) if trajectory < 4 else replace(generated(trajectory), instance="b")
         commands += orchestrator.step(event, 4)
         commands += orchestrator.step(e.Scored(trajectory=trajectory, reward=1.0), 4)
@@ -163,7 +163,7 @@ def test_a_smaller_bound_waits_until_the_untrained_groups_fit() -> None:
 
 
 @pytest.mark.parametrize("mode", ["sync", "one_step_off", "partial"])
-def test_only_dora_takes_another_bound_and_a_refusal_changes_nothing(mode: ModeName) -> None:
+def test_only_dora_can_change_its_bound_and_a_refusal_changes_nothing(mode: ModeName) -> None:
     orchestrator = started(CONFIG.model_copy(update={"mode": mode}))
     before = orchestrator.snapshot()
     with pytest.raises(UserError, match="only 'dora' can change it"):
@@ -187,13 +187,13 @@ def test_an_unknown_mode_or_placement_rule_is_refused_with_the_nearest_name(
     assert str(refusal.value).endswith(message)
 
 
-def test_asking_for_a_snapshot_changes_nothing() -> None:
-    """In `sync` a batch opens when the one before has finished: an explicit step, not a query's side effect."""
+def test_a_snapshot_changes_nothing() -> None:
+    """In `sync` a batch opens when the one before has finished; no query does that as a side effect."""
     for seed in range(5):
         log = run_schedule(seed, "sync").log
         config = draw_config(random.Random(seed), "sync")
         orchestrator = Orchestrator(config.model_copy(update={"admission": "just_in_time" if seed % 2 else "eager"}))
-        for event, now, commands in log:  # the run asked for a snapshot after each event, this one does not
+        for event, now, commands in log:  # chaos took a snapshot after each event, this loop takes none
             assert orchestrator.step(event, now) == commands
 
 
@@ -203,20 +203,20 @@ def test_an_impossible_bound_is_refused(bound: int) -> None:
         started().step(e.BoundChanged(max_staleness=bound), 1)
 
 
-def test_when_nothing_moves_the_watchdog_says_who_waits_for_what() -> None:
+def test_without_progress_the_watchdog_reports_who_waits_for_what() -> None:
     orchestrator = started(
         CONFIG.model_copy(update={"deadlines": CONFIG.deadlines.model_copy(update={"progress": 1e6})})
     )
-    said = [
+    stalls = [
         command
         for minute in range(1, 60)
         for command in orchestrator.step(e.Tick(), minute * 60 * SECOND)
         if isinstance(command, c.Stalled)
     ]
-    assert any("version 0: 2 groups unfinished" in wait for wait in said[0].waits)
+    assert any("version 0: 2 groups unfinished" in wait for wait in stalls[0].waits)
 
 
-def test_an_instance_that_never_gets_on_is_given_up_and_its_requests_go_on_elsewhere() -> None:
+def test_an_instance_without_progress_is_evicted_and_its_requests_continue_elsewhere() -> None:
     orchestrator = started()
     commands = orchestrator.step(e.Tick(), 599 * SECOND)
     assert not any(isinstance(command, c.EvictInstance) for command in commands), "a long prefill is no fault"
@@ -231,14 +231,14 @@ def test_an_instance_that_never_gets_on_is_given_up_and_its_requests_go_on_elsew
     assert {resume.attempt for resume in resumed} == {1}
 
 
-def test_a_version_that_lost_its_only_slot_takes_over_one_of_the_newest() -> None:
+def test_a_version_that_lost_its_only_slot_takes_over_a_slot_of_the_newest() -> None:
     """Its requests must not wait until the newest version happens to drain."""
     config = ControlConfig(groups_per_step=1, group_size=1, max_response_tokens=64, max_staleness=8)
     orchestrator = Orchestrator(config)
     prompts = tuple(Prompt(key=str(number), tokens=8) for number in range(20))
     commands: list[c.Command] = []
 
-    def tell(*events: e.Event) -> None:
+    def send(*events: e.Event) -> None:
         for event in events:
             commands.extend(orchestrator.step(event, 0))
 
@@ -248,51 +248,51 @@ def test_a_version_that_lost_its_only_slot_takes_over_one_of_the_newest() -> Non
     def loaded(name: str, version: int) -> e.Event:
         return e.SlotLoaded(slot=SlotId(name, 0), version=version, fingerprint=fingerprint(version))
 
-    tell(join("a"), e.PromptsArrived(prompts=prompts), e.TrainerReady(version=0))
-    tell(e.Published(version=0, attempt=1, fingerprint=fingerprint(0)), loaded("a", 0))
-    tell(generated(0), e.Scored(trajectory=0, reward=1.0), e.Trained(step=0, attempt=1))
-    tell(e.Published(version=1, attempt=1, fingerprint=fingerprint(1)), join("b"), loaded("b", 1))
+    send(join("a"), e.PromptsArrived(prompts=prompts), e.TrainerReady(version=0))
+    send(e.Published(version=0, attempt=1, fingerprint=fingerprint(0)), loaded("a", 0))
+    send(generated(0), e.Scored(trajectory=0, reward=1.0), e.Trained(step=0, attempt=1))
+    send(e.Published(version=1, attempt=1, fingerprint=fingerprint(1)), join("b"), loaded("b", 1))
     commands.clear()
-    tell(e.InstanceLost(instance="a"))
+    send(e.InstanceLost(instance="a"))
     slots = {view.slot.instance: view for view in orchestrator.snapshot().slots}
     assert orchestrator.snapshot().waiting
     assert slots["b"].requests
     assert slots["b"].leaving
-    tell(e.Tick())
+    send(e.Tick())
     assert not any(isinstance(command, c.StartGroup) for command in commands)
 
 
-def test_requests_on_a_paused_instance_go_on_although_no_other_slot_has_their_version() -> None:
-    """Its devices train: another slot is given the version of what it holds, and takes it over."""
+def test_requests_on_a_paused_instance_continue_although_no_other_slot_has_their_version() -> None:
+    """Its devices train: another slot loads the version of its requests and takes them over."""
     config = ControlConfig(groups_per_step=1, group_size=1, max_response_tokens=64, max_staleness=3)
     orchestrator = Orchestrator(config)
     names = ("shared", "b", "c")
     specs = [InstanceSpec(instance=it, max_requests=1, kv_tokens=10_000, shares_trainer=it == "shared") for it in names]
     commands: list[c.Command] = []
 
-    def tell(*events: e.Event) -> None:
+    def send(*events: e.Event) -> None:
         for event in events:
             commands.extend(orchestrator.step(event, 0))
 
     def end(trajectory: int, instance: str) -> None:
-        tell(replace(generated(trajectory), instance=instance))
+        send(replace(generated(trajectory), instance=instance))
 
     def load(version: int, *instances: str) -> None:
         for it in instances:
-            tell(e.SlotLoaded(slot=SlotId(it, 0), version=version, fingerprint=fingerprint(version)))
+            send(e.SlotLoaded(slot=SlotId(it, 0), version=version, fingerprint=fingerprint(version)))
 
-    tell(*[e.InstanceJoined(spec=spec) for spec in specs])
-    tell(e.PromptsArrived(prompts=tuple(Prompt(key=str(number), tokens=8) for number in range(8))))
-    tell(e.TrainerReady(version=0), e.Published(version=0, attempt=1, fingerprint=fingerprint(0)))
+    send(*[e.InstanceJoined(spec=spec) for spec in specs])
+    send(e.PromptsArrived(prompts=tuple(Prompt(key=str(number), tokens=8) for number in range(8))))
+    send(e.TrainerReady(version=0), e.Published(version=0, attempt=1, fingerprint=fingerprint(0)))
     load(0, *names)
     began = {it.slot.instance: it.group for it in commands if isinstance(it, c.StartGroup)}
     assert set(began) == set(names)
     end(began["b"], "b")  # the next group begins there
-    tell(e.Scored(trajectory=began["b"], reward=1.0))
-    tell(e.Trained(step=0, attempt=1), e.Published(version=1, attempt=1, fingerprint=fingerprint(1)))
+    send(e.Scored(trajectory=began["b"], reward=1.0))
+    send(e.Trained(step=0, attempt=1), e.Published(version=1, attempt=1, fingerprint=fingerprint(1)))
     end(began["c"], "c")
     end(3, "b")
-    tell(e.Scored(trajectory=3, reward=1.0))  # which pauses the shared instance; only it serves version 0 now
+    send(e.Scored(trajectory=3, reward=1.0))  # this pauses the shared instance, the only one that serves version 0
     commands.clear()
     load(1, "b")
     loads = [it.slot.instance for it in commands if isinstance(it, c.LoadVersion) and it.version == 0]
@@ -302,7 +302,7 @@ def test_requests_on_a_paused_instance_go_on_although_no_other_slot_has_their_ve
     assert [(it.source.instance, it.target.instance) for it in moves] == [("shared", "b")]
 
 
-def test_each_turn_of_an_environment_has_a_deadline_of_its_own() -> None:
+def test_each_turn_of_an_environment_has_its_own_deadline() -> None:
     deadlines = Deadlines(tool=10, heartbeat=1000, progress=1000, train=1000)
     orchestrator = started(CONFIG.model_copy(update={"deadlines": deadlines}))
 
@@ -332,7 +332,7 @@ def test_a_free_slot_waits_for_the_same_tools_as_its_instance() -> None:
     assert IdleReason.TOOL not in causes()
 
 
-def test_what_is_not_known_of_an_instances_load_does_not_change_it() -> None:
+def test_a_report_without_kv_load_does_not_change_the_instances_load() -> None:
     orchestrator = started()
     orchestrator.step(e.Progress(instance="a", kv_tokens=500, tokens={0: 3}), 1)
     orchestrator.step(e.Parked(trajectory=0, attempt=0, kv_tokens=None), 2)
@@ -390,7 +390,7 @@ def test_proportional_gives_every_version_at_least_one_slot() -> None:
     assert 1 <= targets[8] < 10
 
 
-def test_remaining_length_is_learnt_from_what_was_seen() -> None:
+def test_remaining_length_is_predicted_from_observed_lengths() -> None:
     lengths = LengthPredictor(longest=10_000)
     random_ = random.Random(0)
     seen = [int(random_.lognormvariate(5, 1)) + 1 for _ in range(5000)]
@@ -402,7 +402,7 @@ def test_remaining_length_is_learnt_from_what_was_seen() -> None:
     assert lengths.survival(200) == pytest.approx(sum(t > 200 for t in seen) / len(seen), abs=0.05)
 
 
-def test_a_doubled_report_does_not_bring_a_lost_instance_back() -> None:
+def test_a_duplicate_report_does_not_bring_a_lost_instance_back() -> None:
     orchestrator = started()
     spec = InstanceSpec(instance="late", max_requests=8, kv_tokens=10_000)
     orchestrator.step(e.InstanceJoined(spec=spec), SECOND)

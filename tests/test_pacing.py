@@ -1,4 +1,4 @@
-"""Just-in-time admission: as late as the trainer allows, never later, and woken by its own timer."""
+"""Just-in-time admission: as late as the trainer allows and never later, with a timer of its own."""
 
 from __future__ import annotations
 
@@ -53,9 +53,7 @@ def test_a_group_is_wanted_when_the_trainer_will_take_it() -> None:
 
 
 @given(PACINGS, st.integers(0, 400), st.integers(0, 100 * SECOND))
-def test_what_is_wanted_and_when_it_will_be_agree_to_the_nanosecond(
-    made: Pacing, groups: int, elapsed: Nanoseconds
-) -> None:
+def test_wanted_and_opens_at_agree_to_the_nanosecond(made: Pacing, groups: int, elapsed: Nanoseconds) -> None:
     began = made._began
     opens = made.opens_at(groups)
     now = began + elapsed
@@ -66,8 +64,8 @@ def test_what_is_wanted_and_when_it_will_be_agree_to_the_nanosecond(
 
 
 @given(PACINGS)
-def test_every_step_is_fed_and_nothing_piles_up(made: Pacing) -> None:
-    """The last group of a step is wanted within a step's time; later no more, however long the trainer is away."""
+def test_every_step_is_fed_and_groups_do_not_pile_up(made: Pacing) -> None:
+    """The last group of a step is wanted within a step's time, and no more later, however long the trainer is away."""
     end = made._began + made._step
     last = made.opens_at(made._groups_per_step - 1)
     assert last is not None
@@ -100,32 +98,32 @@ def test_before_anything_is_measured_two_steps_are_enough_for_busy_instances() -
     assert made.enough() == 16
 
 
-class Hand:
-    """An orchestrator that is driven by hand: steps of two groups of one, an instance with much room."""
+class Driver:
+    """Drives an orchestrator event by event: two groups of one trajectory a step, one instance with much room."""
 
     def __init__(self, admission: str) -> None:
         config = ControlConfig.model_validate(
             {"groups_per_step": 2, "group_size": 1, "max_response_tokens": 64, "admission": admission}
         )
         self.orchestrator = Orchestrator(config)
-        self.begun: list[tuple[int, Nanoseconds]] = []
+        self.started: list[tuple[int, Nanoseconds]] = []
         prompts = tuple(Prompt(key=str(number), tokens=8) for number in range(40))
-        self.tell(0, e.InstanceJoined(spec=InstanceSpec(instance="a", max_requests=16, kv_tokens=10_000)))
-        self.tell(0, e.PromptsArrived(prompts=prompts), e.TrainerReady(version=0))
+        self.send(0, e.InstanceJoined(spec=InstanceSpec(instance="a", max_requests=16, kv_tokens=10_000)))
+        self.send(0, e.PromptsArrived(prompts=prompts), e.TrainerReady(version=0))
         self.publish(0, 0)
         self.load(0, 0)
 
-    def tell(self, now: Nanoseconds, *events: e.Event) -> None:
+    def send(self, now: Nanoseconds, *events: e.Event) -> None:
         for event in events:
             for command in self.orchestrator.step(event, now):
                 if isinstance(command, c.StartGroup):
-                    self.begun.append((command.group, now))
+                    self.started.append((command.group, now))
 
     def publish(self, now: Nanoseconds, version: int) -> None:
-        self.tell(now, e.Published(version=version, attempt=1, fingerprint=fingerprint(version)))
+        self.send(now, e.Published(version=version, attempt=1, fingerprint=fingerprint(version)))
 
     def load(self, now: Nanoseconds, version: int) -> None:
-        self.tell(now, e.SlotLoaded(slot=SlotId("a", 0), version=version, fingerprint=fingerprint(version)))
+        self.send(now, e.SlotLoaded(slot=SlotId("a", 0), version=version, fingerprint=fingerprint(version)))
 
     def finish(self, now: Nanoseconds, version: int, *groups: int) -> None:
         for group in groups:
@@ -138,59 +136,59 @@ class Hand:
                 tokens=10,
                 kv_tokens=0,
             )
-            self.tell(now, generated, e.Scored(trajectory=group, reward=1.0))
+            self.send(now, generated, e.Scored(trajectory=group, reward=1.0))
 
     def first_step(self) -> None:
         """Latency 1 s; the trainer works from 1 s to 10 s and takes groups until 5 s: T = 9, S = 4."""
         self.finish(1 * SECOND, 0, 0, 1)
-        self.tell(5 * SECOND, e.Accumulated(step=0, attempt=1, groups=2))
-        self.tell(9 * SECOND, e.Trained(step=0, attempt=1))
+        self.send(5 * SECOND, e.Accumulated(step=0, attempt=1, groups=2))
+        self.send(9 * SECOND, e.Trained(step=0, attempt=1))
         self.publish(10 * SECOND, 1)
         self.finish(10 * SECOND, 0, 2, 3)
         self.load(10 * SECOND, 1)
 
 
-def test_a_held_back_group_begins_at_its_time_without_any_other_event() -> None:
-    hand = Hand("just_in_time")
-    hand.first_step()
-    assert hand.begun == [(0, 0), (1, 0), (2, 0), (3, 0), (4, 10 * SECOND), (5, 10 * SECOND)]
-    hand.finish(11 * SECOND, 1, 4, 5)
-    (slot,) = hand.orchestrator.snapshot().slots
+def test_a_held_back_group_starts_at_its_time_without_any_other_event() -> None:
+    driver = Driver("just_in_time")
+    driver.first_step()
+    assert driver.started == [(0, 0), (1, 0), (2, 0), (3, 0), (4, 10 * SECOND), (5, 10 * SECOND)]
+    driver.finish(11 * SECOND, 1, 4, 5)
+    (slot,) = driver.orchestrator.snapshot().slots
     assert slot.idle is not None
     assert slot.idle.reason is IdleReason.AHEAD
-    assert hand.orchestrator.snapshot().admissible == 0
+    assert driver.orchestrator.snapshot().admissible == 0
     # Group 4 of the untrained is needed after two steps; it takes 1 s, and the margin is 2 / sqrt(2) steps.
-    due = hand.orchestrator.wake_at()
+    due = driver.orchestrator.wake_at()
     assert due == pytest.approx((10 + 18 - 1 - 2 / math.sqrt(2) * 9) * SECOND)
     assert due is not None
-    hand.tell(due - 1, e.Tick())
-    assert len(hand.begun) == 6
-    hand.tell(due, e.Tick())
-    assert hand.begun[6:] == [(6, due)]
+    driver.send(due - 1, e.Tick())
+    assert len(driver.started) == 6
+    driver.send(due, e.Tick())
+    assert driver.started[6:] == [(6, due)]
 
 
 def test_eager_admission_fills_an_idle_instance_up_to_the_bound() -> None:
-    hand = Hand("eager")
-    hand.first_step()
-    hand.finish(11 * SECOND, 1, 4, 5)
-    assert hand.begun[6:] == [(6, 11 * SECOND)]
+    driver = Driver("eager")
+    driver.first_step()
+    driver.finish(11 * SECOND, 1, 4, 5)
+    assert driver.started[6:] == [(6, 11 * SECOND)]
 
 
 def test_a_trainer_that_is_away_gets_no_more_than_its_next_step_needs() -> None:
-    """Lost in mid-step: what is wanted stops growing after the time of a step, and waiting for it teaches nothing."""
-    hand = Hand("just_in_time")
-    hand.first_step()
-    hand.tell(11 * SECOND, e.TrainerLost(reason="killed"))
+    """It is lost in mid-step: the number of wanted groups stops growing after the time of one step."""
+    driver = Driver("just_in_time")
+    driver.first_step()
+    driver.send(11 * SECOND, e.TrainerLost(reason="killed"))
     for second in range(12, 600):
-        begun = [group for group, _ in hand.begun]
-        hand.finish(second * SECOND, 1, begun[-1])
+        groups = [group for group, _ in driver.started]
+        driver.finish(second * SECOND, 1, groups[-1])
         if second == 30:
-            kept = len(hand.begun)
-    assert len(hand.begun) == kept
+            kept = len(driver.started)
+    assert len(driver.started) == kept
 
 
 @pytest.mark.parametrize("text", ["sync", "one_step_off", "partial", "dora:k0", "dora:elastic"])
-def test_other_modes_do_as_before(text: str) -> None:
+def test_just_in_time_admission_changes_nothing_elsewhere(text: str) -> None:
     found = [
         simulate(preset("laptop", ["steps=5", f"control.admission={rule}"]), parse_variant(text))
         for rule in ("eager", "just_in_time")
@@ -205,7 +203,7 @@ def simulated(rule: str, *settings: str) -> Result:
 @pytest.mark.parametrize(
     ("utilisation", "share"), [(0.07, 0.3), (0.29, 0.75)], ids=["trainer much slower", "trainer slower"]
 )
-def test_groups_are_fresh_where_the_trainer_binds_and_steps_take_as_long(utilisation: float, share: float) -> None:
+def test_groups_are_fresh_where_the_trainer_is_slower_and_steps_take_as_long(utilisation: float, share: float) -> None:
     settings = f"trainer.utilisation={utilisation}"
     eager, late = simulated("eager", settings), simulated("just_in_time", settings)
     assert late.mean_staleness < share * eager.mean_staleness

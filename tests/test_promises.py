@@ -8,6 +8,7 @@ accounted for at the end.
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -16,8 +17,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from dora_rl.core.commands import Move
 from dora_rl.orchestrator.config import ControlConfig, ModeName
+from dora_rl.orchestrator.group_table import GroupTable
+from dora_rl.orchestrator.instances import InstanceTable
 from dora_rl.orchestrator.modes import MODES, Barrier, ModeSpec
 from dora_rl.orchestrator.placement import PLACEMENT_RULES, PlacementFacts, PlacementRule, Targets
+from dora_rl.orchestrator.request_scheduler import RequestScheduler
+from dora_rl.orchestrator.trainer_state import TrainerState
 from dora_rl.sim.chaos import ChaosPlan, ChaosRuntime
 from tests.schedules import DEADLINES, draw_config, draw_plan, run_schedule
 
@@ -32,7 +37,7 @@ def test_promises_hold_under_random_faults(block: int) -> None:
 
 
 def test_schedules_reach_every_kind_of_fault_and_decision() -> None:
-    """A test that can't fail proves nothing: the schedules must really move, resume, replay and fail things."""
+    """A test that can't fail proves nothing: the schedules must move, resume, retrain and fail things."""
     runtimes = [run_schedule(seed) for seed in range(300)]
     faults = set().union(*(runtime.faults for runtime in runtimes))
     assert len(faults) >= 15
@@ -47,6 +52,42 @@ def test_schedules_reach_every_kind_of_fault_and_decision() -> None:
         for group, step in runtime.checker.trained.items()
     )
     assert kept > 10
+
+
+@pytest.mark.parametrize(
+    ("state", "method"),
+    [
+        (GroupTable, "generated"),
+        (GroupTable, "mark_trained"),
+        (InstanceTable, "place"),
+        (InstanceTable, "end_load"),
+        (RequestScheduler, "start"),
+        (TrainerState, "collect"),
+    ],
+)
+def test_a_counter_that_is_wrong_is_noticed_at_once(state: type, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chaos calls `Orchestrator.check` after every event: if one of these methods miscounts, a schedule fails."""
+    original = getattr(state, method)
+
+    def miscounting(self: Any, *arguments: Any, **named: Any) -> Any:
+        result = original(self, *arguments, **named)
+        match self:
+            case GroupTable():
+                self.running += method == "generated"
+                self.trained += method == "mark_trained"
+            case InstanceTable():
+                next(iter(self.by_id.values())).active += method == "place"
+                self.sharing += method == "end_load"
+            case RequestScheduler():
+                self.requests[0] = self.requests.get(0, 0) + 1
+            case TrainerState():
+                self._sent += 1 + len(self._batch)
+        return result
+
+    monkeypatch.setattr(state, method, miscounting)
+    with pytest.raises(AssertionError) as failure:
+        run_schedule(3)
+    assert "check" in failure.traceback[-1].name
 
 
 class Schedules(RuleBasedStateMachine):
@@ -125,8 +166,8 @@ def test_same_schedule_gives_the_same_run() -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_staleness_zero_gives_the_very_batches_of_sync(seed: int) -> None:
-    """Without faults that change the data, K = 0 trains step for step what `sync` trains."""
+def test_staleness_zero_gives_the_batches_of_sync(seed: int) -> None:
+    """Without faults that change the data, K = 0 trains the same batches as `sync`, step for step."""
     batches = []
     modes: tuple[ModeName, ...] = ("sync", "dora")
     for mode in modes:
@@ -150,7 +191,7 @@ def test_staleness_zero_gives_the_very_batches_of_sync(seed: int) -> None:
 
 @pytest.mark.parametrize("one_batch", [True, False])
 def test_nothing_moves_where_one_batch_serves_every_version(one_batch: bool) -> None:
-    """Adapters over one base: with a slot for each version on every instance there is nothing to re-partition."""
+    """Adapters over one base: with a slot for each version on every instance there is nothing to rebalance."""
     moved = 0
     for seed in range(20):
         random_ = random.Random(seed)

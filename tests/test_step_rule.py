@@ -1,4 +1,4 @@
-"""The step rule: with it nothing ever misses its deadline, and it is no stricter than it must be."""
+"""The step rule: no group ever misses its deadline, and the rule is no stricter than that needs."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ states = st.tuples(
 
 
 @given(states, st.randoms(use_true_random=False))
-def test_what_the_rule_lets_in_always_leaves_a_feasible_rest(state, random) -> None:  # type: ignore[no-untyped-def]
-    """Whatever finishes in whatever order: once the batch is full, the rest can still be trained in time."""
+def test_the_groups_left_behind_are_always_feasible(state, random) -> None:  # type: ignore[no-untyped-def]
+    """In whatever order groups finish: once the batch is full, the other groups can still be trained in time."""
     staleness, size, left = state
     step = 10
     untrained = Counter({step + steps: count for steps, count in enumerate(left[: staleness + 1]) if count})
@@ -55,13 +55,13 @@ def test_what_the_rule_lets_in_always_leaves_a_feasible_rest(state, random) -> N
         while waiting and rule.count < size and rule.blocker(waiting[0], untrained) is None:
             rule.take(waiting[0])
             batch[waiting.pop(0)] += 1
-    # All have finished, so the step must be full, or have taken all there is.
+    # All have finished, so the step must be full, or have taken all groups.
     assert rule.count == min(size, untrained.total())
     assert left_behind_fits(untrained, batch, step, size)
 
 
 def test_fast_young_groups_do_not_take_the_room_of_slow_old_ones() -> None:
-    """K = 2, B = 1: three old groups unfinished, one for each step to come; a fast new one must wait."""
+    """K = 2, B = 1: three old groups are unfinished, one for each step to come, so a fast new one must wait."""
     untrained = Counter({10: 1, 11: 1, 12: 1})
     rule = StepRule(10, 1)
     assert rule.blocker(12, untrained) is not None
@@ -69,13 +69,13 @@ def test_fast_young_groups_do_not_take_the_room_of_slow_old_ones() -> None:
     assert rule.blocker(10, untrained) is None
 
 
-def test_the_bound_cannot_be_broken() -> None:
+def test_a_group_past_its_deadline_is_never_taken() -> None:
     rule = StepRule(10, 4)
     with pytest.raises(AssertionError, match="bound"):
         rule.take(9)
 
 
-def test_with_room_to_spare_young_groups_are_welcome() -> None:
+def test_young_groups_are_taken_while_there_is_room_for_the_older_ones() -> None:
     rule = StepRule(10, 4)
     assert rule.blocker(12, Counter({12: 6, 11: 2})) is None
 
@@ -86,16 +86,16 @@ changes = st.lists(
 
 
 @given(st.integers(1, 3), st.integers(0, 4), changes)
-def test_no_deadline_is_missed_and_nothing_stalls_while_the_bound_changes(size, staleness, happenings) -> None:  # type: ignore[no-untyped-def]
-    """Admission, the step rule and changes of the bound, with groups finishing in any order: always feasible."""
-    mode = Streaming(groups_per_step=size, staleness=staleness)
+def test_no_deadline_is_missed_and_nothing_stalls_while_the_bound_changes(size, staleness, actions) -> None:  # type: ignore[no-untyped-def]
+    """Admission, step rule and changes of the bound keep the state feasible, in whatever order groups finish."""
+    policy = Streaming(groups_per_step=size, staleness=staleness)
     groups = GroupTable(group_size=1, min_survivors=1)
     step, rule, batch = 0, StepRule(0, size), []
-    for what, number in [*happenings, *[("finish", 0)] * 100]:
+    for what, number in [*actions, *[("finish", 0)] * 100]:
         if what == "bound":
-            mode.change_bound(number)
-        while mode.allowance(groups) > 0:
-            groups.admit(Prompt(key="p", tokens=1), step, step + mode.staleness, cast("SlotState", None), 0)
+            policy.change_bound(number)
+        while policy.allowance(groups) > 0:
+            groups.admit(Prompt(key="p", tokens=1), step, step + policy.staleness, cast("SlotState", None), 0)
         running = [group for group in groups.by_id.values() if group.stage is GroupStage.OPEN]
         if what == "finish" and running:
             trajectory = running[number % len(running)].trajectories[0]
