@@ -341,10 +341,10 @@ def test_a_report_without_kv_load_does_not_change_the_instances_load() -> None:
 
 def test_the_same_events_give_the_same_commands() -> None:
     """A recorded run replays through a fresh orchestrator, command for command."""
-    world = run_schedule(3)
-    assert len(world.log) > 50
-    fresh = Orchestrator(world.config)
-    for event, now, commands in world.log:
+    recorded = run_schedule(3)
+    assert len(recorded.log) > 50
+    fresh = Orchestrator(recorded.config)
+    for event, now, commands in recorded.log:
         assert fresh.step(event, now) == commands
 
 

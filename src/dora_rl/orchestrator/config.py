@@ -31,10 +31,10 @@ class Deadlines(Config):
     tool: float = Field(3600.0, gt=0)
     """A trajectory whose environment takes longer to answer fails."""
     heartbeat: float = Field(10.0, gt=0)
-    """An instance that has given no sign of life for this long counts as lost, however much it has to do."""
+    """An instance that has sent no heartbeat for this long counts as lost, however much it has to do."""
     progress: float = Field(600.0, gt=0)
-    """An instance whose requests have made no progress for this long counts as lost, even if it gives signs of life: it
-    hangs, or never received them."""
+    """An instance whose requests have made no progress for this long counts as lost, even if it sends heartbeats: it hangs,
+    or never received them."""
     train: float = Field(7200.0, gt=0)
     """A trainer that takes longer to train or to publish a step is restarted."""
     stall: float = Field(600.0, gt=0)

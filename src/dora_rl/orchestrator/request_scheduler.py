@@ -50,7 +50,7 @@ class RequestScheduler:
     def progress(self, event: Progress) -> bool:
         """Record load and progress; True if some request made progress.
 
-        A sign of life from the instance is not enough: it may hang, or may never have received its requests.
+        A heartbeat of the instance is not enough: it may hang, or may never have received its requests.
         """
         instance = self._context.instances.by_id.get(event.instance)
         if instance is None:
