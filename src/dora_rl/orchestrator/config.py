@@ -33,8 +33,8 @@ class Deadlines(Config):
     heartbeat: float = Field(10.0, gt=0)
     """An instance that has sent no heartbeat for this long counts as lost, however much it has to do."""
     progress: float = Field(600.0, gt=0)
-    """An instance whose requests have made no progress for this long counts as lost, even if it sends heartbeats: it hangs,
-    or never received them."""
+    """An instance whose requests have made no progress for this long counts as lost, even if it sends heartbeats: it
+    hangs, or never received them."""
     train: float = Field(7200.0, gt=0)
     """A trainer that takes longer to train or to publish a step is restarted."""
     stall: float = Field(600.0, gt=0)
