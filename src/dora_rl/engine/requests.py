@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from dora_rl.core.errors import SamplingError
 from dora_rl.core.events import AnyEvent
-from dora_rl.core.tokens import TokenChunk
 from dora_rl.core.types import Attempt, Fingerprint, Record, TrajectoryId, Version
+
+if TYPE_CHECKING:
+    from dora_rl.core.tokens import TokenChunk  # numpy takes 70 ms to import, and the command line reads this module
 
 
 class Sampling(Record, frozen=True, kw_only=True):

@@ -26,11 +26,11 @@ class CoreSharing:
         self._trainer = trainer
         self._overlap = overlap
         """Rollout continues while the trainer works."""
-        self._seen: tuple[object, ...] = ()
+        self._seen = -1
 
     def update(self) -> None:
         """Set the threads of each worker, if the load has changed."""
-        seen = (self._rollout.load_changes, self._trainer.busy, self._trainer.started, self._processes.starts)
+        seen = self._rollout.load_changes + self._trainer.load_changes + self._processes.starts
         if seen != self._seen:
             self._seen = seen
             self._share()

@@ -169,7 +169,8 @@ class Supervisor:
         number = self._ledger.log(event, answered, at)
         for projection in self._projections:
             projection.apply(event, answered, at)
-        self._failures.check(self._state.newest)
+        if any(isinstance(command, c.GroupFailed) for command in answered):
+            self._failures.check(self._state.newest)
         self._observe(event, at)
         for command in answered:
             if isinstance(command, _IRREVERSIBLE):

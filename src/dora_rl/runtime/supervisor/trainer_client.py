@@ -69,6 +69,8 @@ class TrainerClient:
         """The trainer processes besides rank 0."""
         self._address: m.JoinRanks | None = None
         self.outstanding = 0
+        self.load_changes = 0
+        """Grows when the trainer becomes busy or idle."""
         self._saving_since: float | None = None
         """When the last checkpoint of the run was asked for."""
         self._saved = False
@@ -108,7 +110,7 @@ class TrainerClient:
 
     def drop_outstanding(self) -> None:
         """A trainer that is lost will not report back, nor will the next one what this one was sent."""
-        self.outstanding = 0
+        self._set_outstanding(0)
 
     # -- commands ---------------------------------------------------------------------------------------------
 
@@ -116,12 +118,12 @@ class TrainerClient:
         match command:
             case c.Accumulate(step=step, attempt=attempt):
                 groups = tuple(self._trajectories.for_training(group) for group in command.groups)
-                self.outstanding += len(groups)
+                self._set_outstanding(self.outstanding + len(groups))
                 self._label_time()
                 self._hooks.share_cores()  # before the groups: the trainer changes its threads only between messages
                 self.worker.send(m.TrainGroups(step=step, attempt=attempt, groups=groups))
             case c.Apply():
-                self.outstanding += 1
+                self._set_outstanding(self.outstanding + 1)
                 self._label_time()
                 self.worker.send(m.RunCommand(command=command))
             case c.Publish(version=version):
@@ -179,9 +181,9 @@ class TrainerClient:
 
     def _receive_event(self, event: e.Event) -> None:
         if isinstance(event, e.Accumulated):
-            self.outstanding = max(0, self.outstanding - event.groups)
+            self._set_outstanding(max(0, self.outstanding - event.groups))
         elif isinstance(event, e.Trained):
-            self.outstanding = 0
+            self._set_outstanding(0)
         self._hooks.emit(event)
 
     def _checkpoint_written(self, message: m.CheckpointWritten) -> None:
@@ -203,6 +205,10 @@ class TrainerClient:
             self._metrics.mark("mismatch", self._hooks.now(), step=step, gap=gap, stopped=level == 2.0)
         self._mismatch.refuse(step, figures)
         self._metrics.step_trained(step, figures, self._trajectories.of_step(step))
+
+    def _set_outstanding(self, outstanding: int) -> None:
+        self.load_changes += bool(outstanding) != self.busy
+        self.outstanding = outstanding
 
     def _label_time(self, cause: IdleCause | None = None) -> None:
         """Account for what the trainer does from now on."""
