@@ -88,7 +88,7 @@ def test_a_run_warns_on_the_terminal_in_the_table_and_as_a_metric(host: Host, ba
     steps = [line for line in lines(folder.metrics) if "step" in line]
     assert steps[0]["mismatch_alarm"] == 1.0
     assert 0 < steps[0]["mismatch_gap"] <= steps[0]["mismatch_gap_p99"]
-    assert "TOO FAR in" in dict(rows(summarise(folder)))["log-prob gap"]
+    assert "TOO LARGE in" in dict(rows(summarise(folder)))["log-prob gap"]
 
 
 def test_a_sound_run_says_nothing(host: Host, base: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_sound_run_says_nothing(host: Host, base: Path) -> None:
     assert not any("log-probs" in notice for notice in outcome["notices"])
     steps = [line for line in lines(folder.metrics) if "step" in line]
     assert [step["mismatch_alarm"] for step in steps] == [0.0, 0.0, 0.0]
-    assert "TOO FAR" not in dict(rows(summarise(folder)))["log-prob gap"]
+    assert "TOO LARGE" not in dict(rows(summarise(folder)))["log-prob gap"]
 
 
 def test_a_run_stops_before_it_publishes_and_can_be_resumed(host: Host, base: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_run_stops_before_it_publishes_and_can_be_resumed(host: Host, base: Pa
     found = audited(folder)
     assert found.problems == []
     assert found.steps == 0
-    assert "TOO FAR in 1 step" in dict(rows(summarise(folder)))["log-prob gap"]
+    assert "TOO LARGE in 1 step" in dict(rows(summarise(folder)))["log-prob gap"]
     again = host.start(folder).wait()
     assert again["code"] == 1, "nothing was mended"
     run = host.start(folder, settings=["mismatch.stop=1.0", "mismatch.warn=1.0"])

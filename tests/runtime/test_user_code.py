@@ -169,7 +169,7 @@ def test_all_of_the_first_questions_have_to_fail() -> None:
     items = ask(guard, PROMPTS)
     for item in items[1:]:
         guard.answered(item, "no")  # what fails may come first
-    with pytest.raises(RunError, match="all failed with the same reason: no; mend"):
+    with pytest.raises(RunError, match="all failed with the same reason: no; fix"):
         guard.answered(items[0], "no")
 
 

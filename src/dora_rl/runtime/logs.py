@@ -18,11 +18,14 @@ _ROOT = logging.getLogger("dora_rl")
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to the `sys.stderr` of the moment, which a progress bar replaces while it is on the screen."""
+    """Writes to the current `sys.stderr`: a progress bar, or a test, replaces it for a while."""
 
-    def emit(self, record: logging.LogRecord) -> None:
-        self.setStream(sys.stderr)
-        super().emit(record)
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)  # the stream is looked up for each message
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr
 
 
 def configure(level: str, file: Path | None = None) -> None:
