@@ -45,7 +45,7 @@ def test_files_and_functions_on_the_page_exist(path: str, names: tuple[str, ...]
 
 
 def test_the_diagram_has_every_message() -> None:
-    diagram = SECTIONS["Processes and messages"].partition("\nAll message classes")[0]
+    diagram = SECTIONS["Processes and messages"].partition("\nPaths on this page")[0]
     for union in (messages.ToWorker, messages.FromWorker):
         for message in get_args(union):
             assert re.search(rf"\b{message.__name__}\b", diagram), f"the diagram lacks {message.__name__}"
