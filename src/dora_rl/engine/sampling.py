@@ -5,7 +5,8 @@ Invariants:
 - truncation is a threshold on probabilities: top-k, then top-p within what is left, then min-p; ties are kept;
 - the draw walks the tokens in the order of their ids.
 
-The compiled sampler and the torch sampler follow the same rules; the torch sampler runs on any device.
+The compiled sampler and the torch sampler follow the same rules; the torch sampler runs on any device. The generator,
+Philox, is written by hand since torch's has one stream per device and no key per row: tokens would depend on the batch.
 """
 
 from __future__ import annotations

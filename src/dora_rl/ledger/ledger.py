@@ -8,6 +8,8 @@ Invariants:
 - a write that fails (disk full) is kept and tried again; the run waits and reports it. Nothing is skipped;
 - a write that can never succeed (damaged file) sets `failure`; nothing becomes durable after that;
 - a read returns what was written or raises `IntegrityError`.
+
+SQLite provides the transactions; only the batching, the chain and the retries are ours.
 """
 
 from __future__ import annotations

@@ -22,9 +22,10 @@ import msgspec
 from dora_rl.core import commands as c
 from dora_rl.core import events as e
 from dora_rl.core.tokens import TokenChunk, joined
-from dora_rl.core.types import GroupId, Nanoseconds, StepId, TrajectoryId
+from dora_rl.core.types import Nanoseconds, StepId, TrajectoryId
 from dora_rl.ledger.run_records import RecordedAt
 from dora_rl.ledger.tables import BARRIERS, GENERATED, INSERTS, SCORED, Statement, TableProjection
+from dora_rl.ledger.token_retention import TokenRetention
 
 _JSON = msgspec.json.Encoder()
 _PACK = msgspec.msgpack.Encoder()
@@ -102,7 +103,7 @@ class PreparedBatch:
 
 
 class Writer:
-    """Writes batches; knows which groups were trained and still have their tokens in the ledger."""
+    """Writes batches, and deletes the tokens that are no longer needed."""
 
     def __init__(self, connection: sqlite3.Connection, group_size: int) -> None:
         self._connection = connection
@@ -110,13 +111,14 @@ class Writer:
         self._records_chain = records_tail(connection)[1]
         self._tables = TableProjection(group_size)
         self._group_size = group_size
-        self._trained: dict[StepId, set[GroupId]] = {}
-        for step, group in connection.execute(_TRAINED, (group_size,)):
-            self._trained.setdefault(step, set()).add(group)
+        self._retention = TokenRetention(connection.execute(_TRAINED, (group_size,)))
 
     def prepare(self, batch: WriteBatch) -> PreparedBatch:
         """Turn a batch into rows. Call this once per batch, in order: rows are chained to the rows before them."""
-        inserts, updates = self._table_changes(batch.events)
+        for entry in batch.events:
+            self._tables.apply(entry.event, entry.commands, entry.at)
+            self._retention.apply(entry.event, entry.commands, entry.at)
+        inserts, updates = self._table_changes()
         return PreparedBatch(
             events=self._event_rows(batch.events),
             records=self._record_rows(batch.records),
@@ -124,7 +126,7 @@ class Writer:
             ended=[(*row, digest(row)) for row in batch.ended],
             inserts=inserts,
             updates=updates,
-            released=self._released(batch.events),
+            released=self._retention.released(),
         )
 
     def write(self, batch: PreparedBatch) -> None:
@@ -139,15 +141,15 @@ class Writer:
         many(_ENDED, batch.ended)
         for statement, updates in itertools.groupby(batch.updates, operator.itemgetter(0)):
             many(statement, [values for _, values in updates])
-        size = self._group_size
-        ranges = [(group * size, (group + 1) * size) for step in batch.released for group in self._trained[step]]
+        size, groups = self._group_size, self._retention.groups
+        ranges = [(group * size, (group + 1) * size) for step in batch.released for group in groups(step)]
         for statement in _DELETE:
             many(statement, ranges)
 
     def committed(self, batch: PreparedBatch) -> None:
         """The batch is on disk: forget the groups whose tokens it has deleted."""
         for step in batch.released:
-            del self._trained[step]
+            self._retention.forget(step)
 
     def _event_rows(self, entries: list[LoggedEvent]) -> list[EventRow]:
         rows = []
@@ -165,10 +167,8 @@ class Writer:
             rows.append(RecordRow(number, at, body, self._records_chain))
         return rows
 
-    def _table_changes(self, entries: list[LoggedEvent]) -> tuple[dict[str, list[Row]], list[Statement]]:
+    def _table_changes(self) -> tuple[dict[str, list[Row]], list[Statement]]:
         """New rows by statement, and the updates in order."""
-        for entry in entries:
-            self._tables.apply(entry.event, entry.commands, entry.at)
         inserts: dict[str, list[Row]] = {}
         updates = []
         for statement, values in self._tables.take():
@@ -177,17 +177,6 @@ class Writer:
             else:
                 updates.append((statement, values))
         return inserts, list(reordered(updates))
-
-    def _released(self, entries: list[LoggedEvent]) -> list[StepId]:
-        """Steps before a checkpointed version: no trainer can ask for their groups again."""
-        checkpointed = 0
-        for entry in entries:
-            for command in entry.commands:
-                if isinstance(command, c.Apply):
-                    self._trained.setdefault(command.step, set()).update(command.groups)
-            if isinstance(entry.event, e.Checkpointed):
-                checkpointed = max(checkpointed, entry.event.version)
-        return [step for step in self._trained if step < checkpointed]
 
 
 def reordered(updates: Iterable[Statement]) -> Iterator[Statement]:

@@ -9,6 +9,9 @@ Invariants:
   up. Failures are in a row if they follow each other soon, or if the process reports the same cause each time;
 - a process that ends because of a request that it handled has not failed: it is restarted immediately;
 - no process outlives its supervisor, however the supervisor ends.
+
+Restarts are managed here and not by Ray or a service manager, since the orchestrator has to learn of every loss before
+the next incarnation joins.
 """
 
 from __future__ import annotations

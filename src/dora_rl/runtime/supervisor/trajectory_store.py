@@ -299,6 +299,5 @@ def _restore(ledger: Ledger, trajectory: TrajectoryId, entry: TrajectoryEntry) -
 
 def _token_ids(chunks: Sequence[TokenChunk]) -> array[int]:
     ids = array("i")
-    for chunk in chunks:
-        ids.frombytes(chunk.token_data)
+    ids.frombytes(b"".join([chunk.token_data for chunk in chunks]))
     return ids
