@@ -149,7 +149,7 @@ class Chaos:
         found = checkpoint.versions(self.folder.checkpoints)
         last = checkpoint.latest(self.folder.checkpoints)
         # The checkpoint of a finished run is not read again; that the audit notices its damage is right.
-        hit = last is not None and 1 < len(found) and found[-1] < self._steps
+        hit = last is not None and len(found) > 1 and found[-1] < self._steps
         if last is not None and hit:
             damage(self.dice.choice(sorted((last / "state").iterdir())), self.dice)
         self._supervisor = self._start()
