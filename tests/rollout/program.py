@@ -1,6 +1,6 @@
-"""What the tests see of vLLM, gathered in a process of its own: importing vLLM changes torch, and warns.
+"""Exercises vLLM for `test_vllm` in a separate process, because importing vLLM changes torch and gives warnings.
 
-argv: `weights` or `adapters`, and a folder to work in. Prints one line of JSON.
+The arguments are `weights` or `adapters`, and a directory to work in. One of the lines printed is `RESULT` and JSON.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PROMPT = tuple(range(5, 75))
 
 
 def tiny() -> Any:
-    """Two layers, tied embeddings, heads of 32: the least that vLLM's kernels take."""
+    """Return a model with two layers, tied embeddings and heads of 32, the smallest size that vLLM's kernels accept."""
     torch.manual_seed(1)
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -62,7 +62,7 @@ def publish(
 
 
 def probe_of(model: Any, lora: LoraConfig | None = None, state: dict[str, Any] | None = None) -> Probe:
-    """What a trainer says of the model, with an adapter where one is given."""
+    """Return the probe that a trainer gives of the model, with the weights of an adapter if there are any."""
     import peft
 
     trainer = Trainer(copy.deepcopy(model), TrainerConfig(lora=lora))
@@ -72,7 +72,7 @@ def probe_of(model: Any, lora: LoraConfig | None = None, state: dict[str, Any] |
 
 
 class Driver:
-    """An engine, and what it has said."""
+    """An engine, with the tokens, log-probs and events that it has produced."""
 
     def __init__(self, folder: Path, serve: Callable[[Core, StoreFiles], Serving], lora: Lora | None) -> None:
         config = EngineConfig(kind="vllm", max_requests=8, max_context=256, kv_bytes=512 << 10, stream_every=8)
@@ -80,19 +80,21 @@ class Driver:
         self.store = WeightStore(folder / "weights", keep=99)
         self.core = Core(model, config, slots=4, lora=lora, threads=1, seed=3)
         self.engine = VllmEngine(self.core, serve(self.core, StoreFiles(self.store)), config)
-        self.said: dict[int, list[int]] = {}
+        self.tokens: dict[int, list[int]] = {}
         self.logprobs: dict[int, list[float]] = {}
         self.events: list[AnyEvent] = []
 
     def take(self, output: StepOutput) -> None:
         for chunk in output.chunks:
-            assert chunk.start == len(self.said.setdefault(chunk.trajectory, [])), "a gap, or a token twice"
-            self.said[chunk.trajectory] += chunk.tokens.tolist()
+            assert chunk.start == len(self.tokens.setdefault(chunk.trajectory, [])), (
+                "a token is missing, or was sent twice"
+            )
+            self.tokens[chunk.trajectory] += chunk.tokens.tolist()
             self.logprobs.setdefault(chunk.trajectory, []).extend(chunk.logprobs.tolist())
         self.events += output.events
 
     def step(self, steps: int | None = None) -> list[AnyEvent]:
-        """So many steps, or until nothing is left to do; the events since."""
+        """Make this number of steps, or step until the engine is idle, and return the events of these steps."""
         before = len(self.events)
         while self.engine.busy and (steps is None or steps > 0):
             self.take(self.engine.step())
@@ -105,17 +107,17 @@ class Driver:
         return event
 
     def submit(self, trajectory: int, version: int, slot: int = 0, sampling: Sampling = GREEDY, **more: Any) -> None:
-        self.said[trajectory] = []
+        self.tokens[trajectory] = []
         request = Request(trajectory=trajectory, version=version, prompt=PROMPT, sampling=sampling, **more)
         self.engine.submit(request, slot)
 
 
 @torch.no_grad()
-def gap(model: Any, said: list[int], logprobs: list[float], temperature: float = 1.0) -> float:
-    """The largest difference between what the engine said of its tokens and what the model says."""
-    logits = model(torch.tensor([[*PROMPT, *said]])).logits[0, len(PROMPT) - 1 : -1].float()
-    right = torch.log_softmax(logits / temperature, dim=-1).gather(1, torch.tensor(said)[:, None])[:, 0]
-    return float((right - torch.tensor(logprobs)).abs().max())
+def gap(model: Any, response: list[int], logprobs: list[float], temperature: float = 1.0) -> float:
+    """Return the largest difference between the log-probs of the engine and those of the model."""
+    logits = model(torch.tensor([[*PROMPT, *response]])).logits[0, len(PROMPT) - 1 : -1].float()
+    expected = torch.log_softmax(logits / temperature, dim=-1).gather(1, torch.tensor(response)[:, None])[:, 0]
+    return float((expected - torch.tensor(logprobs)).abs().max())
 
 
 @torch.no_grad()
@@ -127,7 +129,7 @@ def likeliest(model: Any, count: int) -> list[int]:
 
 
 def moved(driver: Driver, first: int, *, with_kv: bool) -> dict[str, Any]:
-    """A request that leaves in the middle and comes back into an empty cache."""
+    """Export a request in the middle of its response, and import it when the cache is empty."""
     engine = driver.engine
     transit = driver.core.transit
     driver.submit(first, version=1)
@@ -140,18 +142,23 @@ def moved(driver: Driver, first: int, *, with_kv: bool) -> dict[str, Any]:
     before = engine.stats.reprefilled
     arrived, errors = engine.import_(bundle, 0)
     driver.step()
-    again = engine.stats.reprefilled - before
-    return {"arrived": arrived, "errors": list(map(str, errors)), "again": again, "said": driver.said[first]}
+    reprefilled = engine.stats.reprefilled - before
+    return {
+        "arrived": arrived,
+        "errors": list(map(str, errors)),
+        "reprefilled": reprefilled,
+        "tokens": driver.tokens[first],
+    }
 
 
 def turns(driver: Driver) -> dict[str, Any]:
-    """A request that parks, is extended and ends."""
-    stop = driver.said[1][10]  # the likeliest token there, so the turn ends with its first appearance
+    """Let a request park, extend it and end it."""
+    stop = driver.tokens[1][10]  # also sampled here, so the turn ends where it first occurs
     driver.submit(90, version=1, sampling=Sampling(max_tokens=100, temperature=0.0, stop_ids=(stop,)), parks=True)
     kinds = [type(event).__name__ for event in driver.step()]
-    first = len(driver.said[90])
+    first = len(driver.tokens[90])
     driver.engine.extend(90, 0, [7, 8, 9])
-    driver.said[90] += [7, 8, 9]
+    driver.tokens[90] += [7, 8, 9]
     kinds += [type(event).__name__ for event in driver.step()]
     parked = isinstance(driver.events[-1], Parked)
     if parked:
@@ -161,7 +168,7 @@ def turns(driver: Driver) -> dict[str, Any]:
 
 
 def refused(driver: Driver) -> list[str]:
-    """Requests that can't be served."""
+    """Submit requests that can't be served, and return the types of the errors."""
     found = []
     wrong: tuple[dict[str, Any], ...] = ({"prompt": ()}, {"prompt": (VOCAB,)}, {"prompt": (1,) * 300}, {"version": 7})
     for number, more in enumerate(wrong):
@@ -174,19 +181,19 @@ def refused(driver: Driver) -> list[str]:
 
 
 def weights(folder: Path) -> dict[str, Any]:
-    """One set of weights at a time."""
+    """Exercise an engine that holds all weights of one version at a time."""
     model, other = tiny(), tiny()
     for parameter in other.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     model.save_pretrained(folder / "model")
     store = WeightStore(folder / "weights", keep=99)
     names = [name for name in model.state_dict() if name != "lm_head.weight"]
-    prints = [
+    fingerprints = [
         publish(store, version, {name: one.state_dict()[name] for name in names}, probe=probe_of(one))
         for version, one in enumerate((model, other))
     ]
     driver = Driver(folder, lambda core, files: AllWeights(core, files, prove=True), None)
-    result: dict[str, Any] = {"prints": prints, "loaded": []}
+    result: dict[str, Any] = {"fingerprints": fingerprints, "loaded": []}
     for version, one in enumerate((model, other)):
         event = driver.load(0, version)
         result["loaded"].append(event.fingerprint if isinstance(event, SlotLoaded) else str(event))
@@ -195,17 +202,17 @@ def weights(folder: Path) -> dict[str, Any]:
         driver.submit(version, version)
         driver.submit(10 + version, version, sampling=Sampling(max_tokens=48))
         driver.step()
-        result.setdefault("greedy", []).append(driver.said[version] == likeliest(one, 48))
-        result.setdefault("gap", []).append(gap(one, driver.said[10 + version], driver.logprobs[10 + version]))
+        result.setdefault("greedy", []).append(driver.tokens[version] == likeliest(one, 48))
+        result.setdefault("gap", []).append(gap(one, driver.tokens[10 + version], driver.logprobs[10 + version]))
     driver.submit(20, 1, sampling=Sampling(max_tokens=48, temperature=0.7))
     driver.step()
-    result["warm_gap"] = gap(other, driver.said[20], driver.logprobs[20], 0.7)
+    result["warm_gap"] = gap(other, driver.tokens[20], driver.logprobs[20], 0.7)
     driver.submit(21, 1, sampling=Sampling(max_tokens=48, top_k=1))
     driver.step()
     result["of_one"] = max(map(abs, driver.logprobs[21]))
     result["moved"] = moved(driver, 30, with_kv=True)
     result["prefilled"] = moved(driver, 31, with_kv=False)
-    result["unmoved"] = driver.said[1]
+    result["unmoved"] = driver.tokens[1]
     result["turns"] = turns(driver)
     result["refused"] = refused(driver)
     for trajectory in range(40, 56):
@@ -214,7 +221,7 @@ def weights(folder: Path) -> dict[str, Any]:
     result["crowd"] = {"ends": ends, "preempted": driver.engine.stats.preempted, "kv": driver.core.kv_tokens}
     result["missing"] = isinstance(driver.load(0, 5), SlotLoadFailed)
     result["tied"] = tied_fault(driver, folder)
-    # vLLM is told to load, and keeps what it has.
+    # From here on a reload has no effect: vLLM keeps the weights of the model directory, which are version 0.
     driver.core._engine.collective_rpc("dora_reload", args=(str(folder / "model"),))
     driver.core.reload = lambda folder, label: None  # type: ignore[method-assign]
     event = driver.load(0, 1)
@@ -223,8 +230,10 @@ def weights(folder: Path) -> dict[str, Any]:
 
 
 def adapter_faults(driver: Driver, lora: Lora) -> tuple[str, str]:
-    """What the probe says of requests that do not name their adapter, and of one with another alpha, while another
-    request runs; nothing else looks at what is served."""
+    """Return the reasons of the probe for two faults: requests without their adapter, and a wrong alpha.
+
+    Another request runs meanwhile. The comparison of the weights is off, so only the probe can detect the faults.
+    """
     serving: Any = driver.engine._serving
     serving._prove = False
     driver.submit(40, 1, 1)
@@ -243,9 +252,11 @@ def adapter_faults(driver: Driver, lora: Lora) -> tuple[str, str]:
 
 
 def tied_fault(driver: Driver, folder: Path) -> dict[str, Any]:
-    """What the probe says of vLLM's own `reload_weights`, which keeps the former output embeddings where they are tied;
-    nothing else looks at what is served."""
-    engine, ours = driver.core._engine, driver.core.reload
+    """Return what the probe detects after vLLM's `reload_weights`, which keeps the former output embeddings if tied.
+
+    The comparison of the weights is off, so only the probe can detect the fault.
+    """
+    engine, original = driver.core._engine, driver.core.reload
 
     def reload(path: str, label: str) -> None:
         engine.collective_rpc("reload_weights", kwargs={"weights_path": path})
@@ -256,7 +267,7 @@ def tied_fault(driver: Driver, folder: Path) -> dict[str, Any]:
     first = driver.load(0, 0)
     driver.core.reload = reload  # type: ignore[method-assign,assignment]
     event = driver.load(0, 1)
-    driver.core.reload = ours  # type: ignore[method-assign]
+    driver.core.reload = original  # type: ignore[method-assign]
     again = driver.load(0, 1)
     driver.engine._serving._prove = True  # type: ignore[attr-defined]
     return {
@@ -267,14 +278,14 @@ def tied_fault(driver: Driver, folder: Path) -> dict[str, Any]:
 
 
 def adapters(folder: Path) -> dict[str, Any]:
-    """An adapter for each version, in one batch."""
+    """Exercise an engine that serves one adapter per version in the same batch."""
     import peft
 
     base = tiny()
     base.save_pretrained(folder / "model")
     settings = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear")
     store = WeightStore(folder / "weights", keep=99)
-    models, prints = [], []
+    models, fingerprints = [], []
     for version in range(4):
         model = peft.get_peft_model(tiny(), settings)
         torch.manual_seed(version)
@@ -284,12 +295,12 @@ def adapters(folder: Path) -> dict[str, Any]:
         models.append(model.eval())
         state = dict(peft.get_peft_model_state_dict(model))
         probe = probe_of(base, LoraConfig(rank=RANK, alpha=ALPHA), state)
-        prints.append(publish(store, version, state, adapter=True, probe=probe))
+        fingerprints.append(publish(store, version, state, adapter=True, probe=probe))
     lora = Lora(RANK, ALPHA, linear_modules(ModelConfig(path=str(folder / "model"))))
     driver = Driver(folder, lambda core, files: Adapters(core, files, 4, lora, prove=True), lora)
     events = [driver.load(slot, slot) for slot in range(4)]
     result: dict[str, Any] = {
-        "prints": prints,
+        "fingerprints": fingerprints,
         "loaded": [event.fingerprint if isinstance(event, SlotLoaded) else str(event) for event in events],
         "live": len(driver.core.adapters()),
         "probed": [event.probe is not None for event in events if isinstance(event, SlotLoaded)],
@@ -301,12 +312,12 @@ def adapters(folder: Path) -> dict[str, Any]:
     result["together"] = driver.engine.running
     ends = [event for event in driver.step() if isinstance(event, Generated)]
     result["stamps"] = sorted((event.trajectory % 10, event.version, event.fingerprint) for event in ends)
-    result["greedy"] = [driver.said[v] == likeliest(models[v], 48) for v in range(4)]
-    result["gap"] = [gap(models[v], driver.said[10 + v], driver.logprobs[10 + v]) for v in range(4)]
+    result["greedy"] = [driver.tokens[v] == likeliest(models[v], 48) for v in range(4)]
+    result["gap"] = [gap(models[v], driver.tokens[10 + v], driver.logprobs[10 + v]) for v in range(4)]
     driver.engine.unload(2)
     result["left"] = sorted(driver.core.adapters())
     result["dropped"], result["scaled"] = adapter_faults(driver, lora)
-    driver.core.add_adapter = lambda adapter: None  # type: ignore[method-assign]  # nothing is loaded
+    driver.core.add_adapter = lambda adapter: None  # type: ignore[method-assign]  # the adapter is not loaded
     event = driver.load(2, 2)
     result["caught"] = event.reason if isinstance(event, SlotLoadFailed) else str(event)
     return result

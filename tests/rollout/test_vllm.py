@@ -1,4 +1,4 @@
-"""Real vLLM behind the engine port, and whole runs with it. `make test-vllm` has what they need."""
+"""The engine with a real vLLM, and whole runs with it. `make test-vllm` installs the requirements and runs them."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ def run(*arguments: str | Path) -> str:
 
 
 def gathered(kind: str, folder: Path) -> dict[str, Any]:
-    said = run("tests.rollout.program", kind, folder)
-    result: dict[str, Any] = json.loads(said[said.index("RESULT ") :].removeprefix("RESULT ").splitlines()[0])
+    """Return the results that `program` prints."""
+    output = run("tests.rollout.program", kind, folder)
+    result: dict[str, Any] = json.loads(output[output.index("RESULT ") :].removeprefix("RESULT ").splitlines()[0])
     return result
 
 
@@ -46,20 +47,20 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return gathered("adapters", tmp_path_factory.mktemp("adapters"))
 
 
-def test_a_slot_serves_what_was_published_also_after_a_switch(weights: dict[str, Any]) -> None:
-    assert weights["loaded"] == weights["prints"]
+def test_a_slot_serves_the_published_weights_also_after_a_switch(weights: dict[str, Any]) -> None:
+    assert weights["loaded"] == weights["fingerprints"]
     assert weights["greedy"] == [True, True]
     assert max(weights["gap"]) < 1e-3
 
 
-def test_a_slot_computes_what_the_trainer_published(weights: dict[str, Any], adapters: dict[str, Any]) -> None:
+def test_the_probe_accepts_the_published_weights(weights: dict[str, Any], adapters: dict[str, Any]) -> None:
     assert len(weights["probed"]) == 2
     assert all(difference < tolerance / 5 for difference, tolerance in weights["probed"])
     assert adapters["probed"] == [True] * 4
 
 
 def test_the_probe_detects_output_embeddings_of_another_version(weights: dict[str, Any]) -> None:
-    """vLLM 0.32 on a CPU, left to itself, goes on with the former head after a reload if it is tied."""
+    """`reload_weights` of vLLM 0.32 on a CPU keeps the former output embeddings if they are tied."""
     tied = weights["tied"]
     assert tied["sound"] == [True, True]
     assert tied["differs"], tied["reason"]
@@ -71,8 +72,8 @@ def test_the_probe_detects_a_dropped_and_a_wrongly_scaled_adapter(adapters: dict
     assert "does not compute what the trainer published as version 2" in adapters["scaled"]
 
 
-def test_logprobs_are_of_the_distribution_sampled_from(weights: dict[str, Any]) -> None:
-    assert weights["warm_gap"] < 1e-3, "of temperature 0.7"
+def test_logprobs_are_those_of_the_sampling_distribution(weights: dict[str, Any]) -> None:
+    assert weights["warm_gap"] < 1e-3, "at temperature 0.7"
     assert weights["of_one"] == 0, "the only token left by top_k = 1 has the probability 1"
 
 
@@ -84,14 +85,14 @@ def test_weights_that_vllm_did_not_load_are_detected(weights: dict[str, Any], ad
 
 def test_a_moved_request_gives_the_tokens_of_an_unmoved_one(weights: dict[str, Any]) -> None:
     with_kv, without = weights["moved"], weights["prefilled"]
-    assert with_kv["said"] == without["said"] == weights["unmoved"]
+    assert with_kv["tokens"] == without["tokens"] == weights["unmoved"]
     assert not with_kv["errors"]
     assert not without["errors"]
 
 
 def test_re_prefilled_tokens_are_counted(weights: dict[str, Any]) -> None:
-    assert weights["moved"]["again"] == 0
-    assert weights["prefilled"]["again"] == 70 + 20 - 1, "prompt and response, but the last token"
+    assert weights["moved"]["reprefilled"] == 0
+    assert weights["prefilled"]["reprefilled"] == 70 + 20 - 1, "the prompt and the response without its last token"
 
 
 def test_turns_park_and_resume(weights: dict[str, Any]) -> None:
@@ -105,26 +106,26 @@ def test_bad_requests_are_refused(weights: dict[str, Any]) -> None:
 
 def test_more_requests_than_the_cache_holds_all_end(weights: dict[str, Any]) -> None:
     assert weights["crowd"]["ends"] == 16
-    assert weights["crowd"]["preempted"] > 0, "and it is counted"
+    assert weights["crowd"]["preempted"] > 0, "preempted requests are counted"
 
 
 def test_four_adapters_share_one_batch(adapters: dict[str, Any]) -> None:
-    assert adapters["loaded"] == adapters["prints"]
-    assert len(set(adapters["prints"])) == 4
+    assert adapters["loaded"] == adapters["fingerprints"]
+    assert len(set(adapters["fingerprints"])) == 4
     assert adapters["live"] == 4
     assert adapters["together"] == 8
     assert adapters["greedy"] == [True] * 4
     assert max(adapters["gap"]) < 1e-3
-    assert adapters["left"] == [1, 2, 4], "an unloaded one makes room"
+    assert adapters["left"] == [1, 2, 4], "the unloaded adapter was removed"
 
 
 def test_every_response_carries_its_version(adapters: dict[str, Any]) -> None:
-    prints = adapters["prints"]
-    assert adapters["stamps"] == sorted([version % 10, version, prints[version]] for version in (0, 1, 2, 3) * 2)
+    fingerprints = adapters["fingerprints"]
+    assert adapters["stamps"] == sorted([version % 10, version, fingerprints[version]] for version in (0, 1, 2, 3) * 2)
 
 
 def train(folder: Path, name: str, *settings: str) -> list[dict[str, float]]:
-    """A short run of the quickstart's model, audited; its figures."""
+    """Train the model of the quickstart for a few steps, audit the run and return its metrics."""
     common = {
         "control.groups_per_step": 4,
         "control.group_size": 4,
@@ -136,7 +137,7 @@ def train(folder: Path, name: str, *settings: str) -> list[dict[str, float]]:
         "evaluation.every": 0,
         "logging.tensorboard": "false",
     }
-    options = [part for key, value in common.items() for part in (f"--{key}", str(value))]
+    options = [word for key, value in common.items() for word in (f"--{key}", str(value))]
     config = ROOT / "examples" / "quickstart" / "quickstart.toml"
     run("dora_rl.apps.cli", "train", config, "--out", folder, "--name", name, *options, *settings)
     audited = run("dora_rl.apps.cli", "audit", folder / name)
@@ -159,7 +160,7 @@ def test_a_run_with_adapters_keeps_all_promises(tmp_path: Path) -> None:
     figures = train(tmp_path, "adapters", *one)
     assert len(figures) == 5
     assert figures[-1]["rollout/versions_together"] >= 2
-    assert sum(one["rollout/migrations"] for one in figures) == 0, "every version has a slot of its own everywhere"
+    assert sum(one["rollout/migrations"] for one in figures) == 0, "every version has a separate slot on every instance"
     assert figures[0]["mismatch_kl"] == pytest.approx(0, abs=1e-4)
 
 

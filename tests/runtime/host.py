@@ -1,7 +1,8 @@
-"""A process that has imported everything and forks supervisors, so that a run starts in a fraction of a second.
+"""A process that has imported all modules and forks supervisors, so that a run starts in a fraction of a second.
 
-The supervisors are real ones in separate processes, which can be killed, stopped and interrupted; their fork server is
-forked too, until it is killed. `python -m tests.runtime.host` reads one order per line and answers with a process id.
+The supervisors are real and run in separate processes, which tests can kill, stop and interrupt. The first fork server
+of a supervisor is forked as well; its replacement is started as usual. `python -m tests.runtime.host` reads one order
+(a line of JSON) at a time from standard input and replies with the process id of the supervisor.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ class Forked:
 
 
 class QuickForkServer(ForkServer):
-    """A fork server that need not import anything; writes the ids of the processes that it has forked to a file."""
+    """A fork server that has nothing left to import. It writes the ids of the processes that it forks to a file."""
 
-    timeout = PATIENCE  # the first is forked at once, but a replacement has to import everything
+    timeout = PATIENCE  # the first is forked immediately, but a replacement has to import all modules
 
     def fork(self, link: socket.socket, log: IO[bytes]) -> forks.Forked:
         forked = super().fork(link, log)
@@ -55,26 +56,26 @@ class QuickForkServer(ForkServer):
         return forked
 
     def _start(self) -> tuple[socket.socket, int]:
-        begun = super()._start() if hasattr(self, "_process") else self._fork_server()
-        self._note("fork_server", begun[1])
-        return begun
+        started = super()._start() if hasattr(self, "_process") else self._fork_server()
+        self._note("fork_server", started[1])
+        return started
 
     def _fork_server(self) -> tuple[socket.socket, int]:
-        ours, theirs = socket.socketpair()
-        ours.settimeout(self.timeout)
+        parent_end, child_end = socket.socketpair()
+        parent_end.settimeout(self.timeout)
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
-            # As after `exec`, no descriptor of the supervisor is open here, above all not its lock.
-            kept = theirs.fileno()
-            os.closerange(3, kept)
-            os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
+            # As after `exec`, no descriptor of the supervisor stays open here; its lock file in particular must not.
+            kept_fd = child_end.fileno()
+            os.closerange(3, kept_fd)
+            os.closerange(kept_fd + 1, os.sysconf("SC_OPEN_MAX"))
             os.setsid()
-            serve(theirs, parent)
+            serve(child_end, parent)
             os._exit(0)
-        theirs.close()
+        child_end.close()
         self._process: Any = Forked(pid)
-        return ours, pid
+        return parent_end, pid
 
     def _note(self, worker_id: str, pid: int) -> None:
         with (self._log.parent / "pids").open("a") as file:
@@ -82,7 +83,7 @@ class QuickForkServer(ForkServer):
 
 
 def supervise(order: dict[str, Any]) -> int:
-    """Drive a run until it ends; returns the exit code of `dora-rl train`."""
+    """Execute a run until it ends, and return the exit code that `dora-rl train` would have."""
     from dora_rl.core.errors import IntegrityError, RunError, UserError
     from dora_rl.runtime.resume import change
     from dora_rl.runtime.supervisor.run import Run
@@ -90,7 +91,7 @@ def supervise(order: dict[str, Any]) -> int:
 
     folder = RunDir(Path(order["folder"]))
     before = _descriptors()
-    said: dict[str, Any] = {"notices": []}
+    outcome: dict[str, Any] = {"notices": []}
     code, run = 0, None
     stopping = False
 
@@ -103,7 +104,7 @@ def supervise(order: dict[str, Any]) -> int:
             run.supervisor.stopping = True
 
     def notice(text: str) -> None:
-        said["notices"].append(text)
+        outcome["notices"].append(text)
         with (folder.logs / "notices").open("a") as file:
             file.write(f"{text}\n")
 
@@ -115,16 +116,19 @@ def supervise(order: dict[str, Any]) -> int:
         run.run()
         code = 0 if run.orchestrator.finished else 130
     except UserError as error:
-        code, said["error"] = 2, str(error)
+        code, outcome["error"] = 2, str(error)
     except (RunError, IntegrityError) as error:
-        code, said["error"] = 1, str(error)
-    said |= {"code": code, "leaked": sorted(_leaked(before))}
-    (folder.path / "outcome.json").write_text(json.dumps(said))
+        code, outcome["error"] = 1, str(error)
+    outcome |= {"code": code, "leaked": sorted(_leaked(before))}
+    (folder.path / "outcome.json").write_text(json.dumps(outcome))
     return code
 
 
 def _leaked(before: set[str]) -> set[str]:
-    """Descriptors that stay open. The relays of a faulty wire (see `faults`) close theirs a moment after the run."""
+    """Return the descriptors that the run left open.
+
+    The relays of a faulty wire (see `faults`) close theirs shortly after the run, so this waits for them.
+    """
     end = time.monotonic() + 60.0
     while (found := _descriptors() - before) and time.monotonic() < end:
         time.sleep(0.01)
@@ -132,16 +136,16 @@ def _leaked(before: set[str]) -> set[str]:
 
 
 def _descriptors() -> set[str]:
-    """The names of all open descriptors."""
+    """Return the numbers and targets of all open descriptors."""
     found = set()
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
             found.add(f"{entry.name} {entry.readlink()}")
-    return {one for one in found if "/proc/" not in one}
+    return {descriptor for descriptor in found if "/proc/" not in descriptor}
 
 
 class Supervisor:
-    """A supervisor that was forked."""
+    """A supervisor that the host has forked, as the tests see it."""
 
     def __init__(self, pid: int, folder: RunDir) -> None:
         self.pid = pid
@@ -151,7 +155,7 @@ class Supervisor:
         return alive(self.pid)
 
     def signal(self, number: int, worker_id: str | None = None) -> bool:
-        """Send a signal to the supervisor, or to the current process of a worker; False if there is none."""
+        """Send a signal to the supervisor, or to the current process of a worker. Returns False if it is not alive."""
         pid = self.pid if worker_id is None else self.pids().get(worker_id)
         if pid is None or not alive(pid):
             return False
@@ -160,35 +164,35 @@ class Supervisor:
         return True
 
     def pids(self) -> dict[str, int]:
-        """The last process of each worker."""
+        """Return the most recent process id of each worker."""
         return dict(self._all())
 
     def everybody(self) -> set[int]:
-        """All processes of the run so far."""
+        """Return the ids of all processes that the run has had so far."""
         return {self.pid} | {pid for _, pid in self._all()}
 
     def events(self) -> int:
-        """The number of events in `events.jsonl`."""
+        """Return the number of events in `events.jsonl`."""
         try:
             return self.folder.events.read_bytes().count(b"\n")
         except FileNotFoundError:
             return 0
 
     def noticed(self, text: str) -> bool:
-        """Whether the user was notified of this, by this supervisor or an earlier one."""
+        """Whether this supervisor or an earlier one of the same run has shown the user a notice with this text."""
         notices = self.folder.logs / "notices"
         return notices.exists() and text in notices.read_text()
 
     def wait(self, seconds: float = PATIENCE) -> dict[str, Any]:
-        """Wait for the end; returns the outcome, without `code` if the supervisor was killed."""
+        """Wait until the supervisor ends, and return its outcome, which is empty if the supervisor was killed."""
         end = time.monotonic() + seconds
         while self.alive():
             assert time.monotonic() < end, f"the run does not end; see {self.folder.path}"
             time.sleep(0.01)
-        outcome = self.folder.path / "outcome.json"
-        said: dict[str, Any] = json.loads(outcome.read_text()) if outcome.exists() else {}
-        outcome.unlink(missing_ok=True)
-        return said
+        file = self.folder.path / "outcome.json"
+        outcome: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+        file.unlink(missing_ok=True)
+        return outcome
 
     def _all(self) -> list[tuple[str, int]]:
         try:
@@ -199,7 +203,7 @@ class Supervisor:
 
 
 class Host:
-    """The side of the tests."""
+    """The host process, as the tests see it."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -207,7 +211,7 @@ class Host:
         )
 
     def start(self, folder: RunDir, **faults: Any) -> Supervisor:
-        """Start a run, or resume it."""
+        """Start or resume a run. The order may have changed `settings`, and faults (see `faults.machine`)."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps({"folder": str(folder.path), **faults}) + "\n")
@@ -223,7 +227,7 @@ class Host:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs or is stopped; a zombie does not count."""
+    """Whether a process exists, running or stopped; a zombie does not count as alive."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
     except OSError:

@@ -1,4 +1,4 @@
-"""Before a run has a folder: each mistake is one sentence, and nothing is left behind."""
+"""The checks before a run directory is created: each mistake gives one sentence, and no files are left behind."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from dora_rl.apps.train import start_run
 from dora_rl.core.config import build
 from dora_rl.core.errors import UserError
 from dora_rl.core.os_processes import alive
-from dora_rl.runtime import preflight
-from dora_rl.runtime import run_dir as folders
+from dora_rl.runtime import preflight, run_dir
 from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.run_dir import RunDir
 from tests.runtime.making import PATIENCE, merged, settings
@@ -99,7 +98,7 @@ def config(job: Path, other: dict[str, Any]) -> RunConfig:
 
 
 def refusal(job: Path, other: dict[str, Any]) -> str:
-    """What is said, in one line; no folder is left."""
+    """Return the error message, which must be one line; no directory may be created."""
     with pytest.raises(UserError) as raised:
         preflight.check(config(job, other), job)
     assert not (job / "runs").exists()
@@ -146,23 +145,23 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("other", "complaint"), MISTAKES, ids=[complaint for _, complaint in MISTAKES])
-def test_a_mistake_is_one_sentence_and_leaves_no_folder(job: Path, other: dict[str, Any], complaint: str) -> None:
-    assert complaint in refusal(job, other)
+@pytest.mark.parametrize(("other", "message"), MISTAKES, ids=[message for _, message in MISTAKES])
+def test_a_mistake_gives_one_sentence_and_leaves_no_directory(job: Path, other: dict[str, Any], message: str) -> None:
+    assert message in refusal(job, other)
 
 
 @pytest.mark.parametrize("dry_run", [False, True])
-def test_a_run_and_a_dry_run_are_checked_before_there_is_a_folder(job: Path, *, dry_run: bool) -> None:
+def test_runs_and_dry_runs_are_checked_before_the_run_directory_is_created(job: Path, *, dry_run: bool) -> None:
     with pytest.raises(UserError, match="never again"):
         start_run(config(job, reward("code.py:raises")), job, None, dry_run=dry_run, trial=True)
     assert not (job / "runs").exists()
 
 
-def _without(name: str) -> Any:
+def _removed(name: str) -> Any:
     return lambda model: [path.unlink() for path in model.glob(name)]
 
 
-def _described(**changed: Any) -> Any:
+def _configured(**changed: Any) -> Any:
     def change(model: Path) -> None:
         file = model / "config.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
@@ -171,32 +170,32 @@ def _described(**changed: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("damage", "complaint"),
+    ("damage", "message"),
     [
-        (_without("config.json"), "config.json: No such file"),
-        (_without("*.safetensors"), "there are no weights"),
-        (_without("tokenizer*"), "there is no tokenizer"),
+        (_removed("config.json"), "config.json: No such file"),
+        (_removed("*.safetensors"), "there are no weights"),
+        (_removed("tokenizer*"), "there is no tokenizer"),
         (lambda model: (model / "config.json").write_text("{"), "config.json is not JSON"),
-        (_described(model_type=None), "has no 'model_type'"),
-        (_described(model_type="perceptron"), "'model.path': cannot load"),
-        (_described(model_type="t5"), "'t5' is not a causal language model"),
+        (_configured(model_type=None), "has no 'model_type'"),
+        (_configured(model_type="perceptron"), "'model.path': cannot load"),
+        (_configured(model_type="t5"), "'t5' is not a causal language model"),
     ],
 )
-def test_a_model_that_is_not_whole_is_refused(job: Path, damage: Any, complaint: str) -> None:
+def test_an_incomplete_or_unsupported_model_is_refused(job: Path, damage: Any, message: str) -> None:
     damage(job / "model")
-    assert complaint in refusal(job, {})
+    assert message in refusal(job, {})
 
 
-def test_the_models_own_context_counts(job: Path) -> None:
-    _described(max_position_embeddings=6)(job / "model")
-    said = refusal(job, {"control": {"max_response_tokens": 4}})
-    assert "the context is 6 tokens" in said
+def test_the_context_of_the_model_is_a_limit(job: Path) -> None:
+    _configured(max_position_embeddings=6)(job / "model")
+    message = refusal(job, {"control": {"max_response_tokens": 4}})
+    assert "the context is 6 tokens" in message
 
 
-def test_prompts_that_leave_little_room_are_noted(job: Path) -> None:
-    said: list[str] = []
-    preflight.check(config(job, {"data": {"source": "code.py:tight"}}), job, notify=said.append)
-    assert said == [
+def test_prompts_that_leave_little_room_give_a_notice(job: Path) -> None:
+    notices: list[str] = []
+    preflight.check(config(job, {"data": {"source": "code.py:tight"}}), job, notify=notices.append)
+    assert notices == [
         (
             "note: 1 of 2 prompts leave less than 'control.max_response_tokens' = 48 tokens of the context of 80 for "
             "the response; the longest has 40"
@@ -204,56 +203,56 @@ def test_prompts_that_leave_little_room_are_noted(job: Path) -> None:
     ]
 
 
-def test_of_very_many_long_prompts_some_are_looked_at(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_limited_number_of_prompts_is_checked(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "_MAX_PROMPTS", 1)
     assert "1 of 1 prompts that were checked" in refusal(job, {"data": {"source": "code.py:long"}})
 
 
 @pytest.mark.parametrize("other", [reward("code.py:picky"), environment("Sound")], ids=["picky", "environment"])
-def test_what_works_is_accepted(job: Path, other: dict[str, Any]) -> None:
-    """A reward that fails on one completion and not on another is data, not a mistake."""
+def test_working_rewards_and_environments_are_accepted(job: Path, other: dict[str, Any]) -> None:
+    """A reward function that fails on some completions only is accepted; the run handles such failures."""
     prepared = preflight.check(config(job, other), job)
     assert prepared.dataset.train
     assert not (job / "runs").exists()
 
 
-def test_a_trial_can_be_left_out(job: Path) -> None:
+def test_the_trial_can_be_skipped(job: Path) -> None:
     preflight.check(config(job, reward("code.py:raises")), job, trial=False)
 
 
-def test_what_a_trial_has_started_ends_with_it(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_a_trial_started_end_with_it(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PID_FILE", str(job / "pid"))
     preflight.check(config(job, reward("code.py:starts")), job)
     process = int((job / "pid").read_text())
-    while alive(process):  # it has been sent its signal; the limit of the test is the limit of this
+    while alive(process):  # the signal has been sent; the timeout of the test limits this loop
         time.sleep(0.01)
 
 
-# -- the folder for runs ----------------------------------------------------------------------------------------
+# -- the output directory -----------------------------------------------------------------------------------------
 
 
-def test_a_file_can_not_hold_runs(job: Path) -> None:
+def test_a_file_as_output_directory_is_refused(job: Path) -> None:
     (job / "file").touch()
     assert "can't write a run" in refusal(job, {"out": str(job / "file")})
     assert "can't write a run" in refusal(job, {"out": str(job / "file" / "runs")})
 
 
-def test_where_nothing_can_be_written_no_run_begins(job: Path) -> None:
-    said = refusal(job, {"out": "/proc/runs"})
-    assert said.startswith("can't write a run to '/proc/runs': ")
-    assert said.endswith("set 'out' to another directory (--out DIRECTORY)")
+def test_an_output_directory_that_is_not_writable_is_refused(job: Path) -> None:
+    message = refusal(job, {"out": "/proc/runs"})
+    assert message.startswith("can't write a run to '/proc/runs': ")
+    assert message.endswith("set 'out' to another directory (--out DIRECTORY)")
 
 
-def test_a_disk_that_is_full_at_the_start_leaves_no_folder(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_at_the_start_leaves_no_run_directory(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    monkeypatch.setattr(folders, "sync", full)
+    monkeypatch.setattr(run_dir, "sync", full)
     with pytest.raises(UserError, match="No space left on device"):
         RunDir.create(config(job, {}), job, "full")
     assert not (job / "runs" / "full").exists()
 
 
-def test_a_name_that_is_no_folder_is_refused_before_anything_is_read(job: Path) -> None:
+def test_an_invalid_run_name_is_refused_before_the_data_is_read(job: Path) -> None:
     with pytest.raises(UserError, match="can't be the name of a run"):
         start_run(config(job, {"data": {"source": "nope.jsonl"}}), job, "a/b", dry_run=False, trial=True)

@@ -1,4 +1,4 @@
-"""Nothing about a run changes unseen: settings, the files that it reads, and the policy that it gives."""
+"""Changes to a run are detected: to its settings, to the files that it reads, and to its checkpoints."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def finished(host: Host, base: Path) -> RunDir:
 
 @pytest.fixture
 def copy(finished: RunDir, tmp_path: Path) -> RunDir:
-    """A copy of a finished run, to be tampered with."""
+    """A copy of a finished run, which a test may tamper with."""
     shutil.copytree(finished.path, tmp_path / "run")
     return RunDir(tmp_path / "run")
 
 
 def edit(folder: RunDir, *path: str, value: Any) -> None:
-    """Change a setting behind the run's back."""
+    """Change a setting directly in the configuration file of the run directory."""
     document = json.loads(folder.config.read_text())
     node = document["config"]
-    for part in path[:-1]:
-        node = node[part]
+    for key in path[:-1]:
+        node = node[key]
     node[path[-1]] = value
     folder.config.write_text(json.dumps(document))
 
@@ -56,7 +56,7 @@ def figures(folder: RunDir) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "said"),
+    ("path", "value", "message"),
     [
         (("trainer", "optimiser", "learning_rate"), 0.1, "'trainer.optimiser.learning_rate' is 0.1 and was 0.001"),
         (("reward", "functions"), ["exact"], '\'reward.functions\' is ["exact"] and was ["task.py:reward"]'),
@@ -64,21 +64,21 @@ def figures(folder: RunDir) -> dict[str, str]:
         (("seed",), 2, "'seed' is 2 and was 1"),
     ],
 )
-def test_an_edited_config_is_refused_and_named_by_the_audit(
-    host: Host, copy: RunDir, path: tuple[str, ...], value: Any, said: str
+def test_an_edited_config_is_refused_and_reported_by_the_audit(
+    host: Host, copy: RunDir, path: tuple[str, ...], value: Any, message: str
 ) -> None:
     before = copy.config.read_text()
     edit(copy, *path, value=value)
     outcome = host.start(copy).wait()
     assert outcome["code"] == 2
-    assert said in outcome["error"]
-    assert [problem for problem in audited(copy).problems if said in problem]
+    assert message in outcome["error"]
+    assert [problem for problem in audited(copy).problems if message in problem]
     copy.config.write_text(before)
     assert host.start(copy).wait()["code"] == 0
     assert audited(copy).problems == []
 
 
-def test_an_edited_base_folder_is_refused(host: Host, copy: RunDir, tmp_path: Path) -> None:
+def test_an_edited_base_directory_is_refused(host: Host, copy: RunDir, tmp_path: Path) -> None:
     document = json.loads(copy.config.read_text())
     shutil.copytree(document["base"], tmp_path / "other", ignore=shutil.ignore_patterns("runs"))
     copy.config.write_text(json.dumps(document | {"base": str(tmp_path / "other")}))
@@ -88,7 +88,7 @@ def test_an_edited_base_folder_is_refused(host: Host, copy: RunDir, tmp_path: Pa
     assert any("base directory" in problem for problem in audited(copy).problems)
 
 
-def test_a_change_that_is_allowed_is_written_down(host: Host, copy: RunDir) -> None:
+def test_an_allowed_change_of_a_setting_is_recorded(host: Host, copy: RunDir) -> None:
     outcome = host.start(copy, settings=["rollout.instances=3", "mismatch.warn=0.5"]).wait()
     assert outcome["code"] == 0
     assert "rollout.instances: 2 -> 3" in outcome["notices"]
@@ -98,10 +98,10 @@ def test_a_change_that_is_allowed_is_written_down(host: Host, copy: RunDir) -> N
     assert figures(copy)["rollout.instances changed"].startswith("2 -> 3, 20")
     assert audited(copy).problems == []
     again = host.start(copy).wait()
-    assert again["notices"] == [], "it is compared with what it was changed to"
+    assert again["notices"] == [], "the setting is compared with its changed value, not with the first one"
 
 
-def test_the_ledger_has_the_config_from_the_start(finished: RunDir) -> None:
+def test_the_first_record_of_the_ledger_is_the_config(finished: RunDir) -> None:
     first = audited(finished).records[0].record
     assert isinstance(first, Configured)
     assert first.config == finished.settings()
@@ -112,7 +112,7 @@ def test_the_ledger_has_the_config_from_the_start(finished: RunDir) -> None:
 
 
 class Task:
-    """A run that has not begun, whose files can be changed."""
+    """A run that has not started, whose code and data files a test can change."""
 
     def __init__(self, base: Path, folder: Path) -> None:
         self.base = folder / "task"
@@ -121,24 +121,24 @@ class Task:
         self.write("reward.py", "import helper\n\ndef reward(prompts, completions, **_):\n    return helper.score()\n")
         self.write("helper.py", "def score():\n    return [1.0]\n")
         self.write("rows.jsonl", '{"prompt": "1=", "answer": "1"}\n')
-        own = {"data": {"source": "rows.jsonl"}, "reward": {"functions": ["reward.py:reward", "exact"]}}
-        tree = merged(settings(self.base), own)
+        changes = {"data": {"source": "rows.jsonl"}, "reward": {"functions": ["reward.py:reward", "exact"]}}
+        tree = merged(settings(self.base), changes)
         self.folder = make_run(self.base, "own", tree)
 
     def write(self, name: str, text: str) -> None:
         (self.base / name).write_text(text)
 
     def start(self) -> list[str]:
-        """What is said when a supervisor begins with it."""
-        said: list[str] = []
+        """Check and record the files as a supervisor does when it starts, and return its notices."""
+        notices: list[str] = []
         ledger = Ledger(self.folder.ledger, 2)
         try:
-            provenance = Provenance(self.folder, self.folder.read(), ledger, said.append)
+            provenance = Provenance(self.folder, self.folder.read(), ledger, notices.append)
             provenance.check()
             provenance.record(0)
         finally:
             ledger.close()
-        return said
+        return notices
 
 
 @pytest.fixture
@@ -146,26 +146,28 @@ def task(base: Path, tmp_path: Path) -> Task:
     return Task(base, tmp_path)
 
 
-def test_all_files_that_a_run_reads_are_seen(task: Task) -> None:
+def test_all_files_that_a_run_reads_are_recorded(task: Task) -> None:
     task.start()
     (seen,) = [one.record for one in audited(task.folder).records if isinstance(one.record, FilesSeen)]
-    assert sorted(seen.code) == ["helper.py", "reward.py"], "a module that the reward imports belongs to it"
+    assert sorted(seen.code) == ["helper.py", "reward.py"], (
+        "a module that the reward function imports is part of its code"
+    )
     assert sorted(seen.data) == ["rows.jsonl"]
     assert {"model/config.json", "model/model.safetensors", "model/tokenizer.json"} <= seen.model.keys()
 
 
-@pytest.mark.parametrize(("name", "said"), [("reward.py", "(code)"), ("helper.py", "(code)"), ("rows.jsonl", "(data)")])
-def test_a_changed_file_is_said_once_and_written_down(task: Task, name: str, said: str) -> None:
+@pytest.mark.parametrize(("name", "kind"), [("reward.py", "(code)"), ("helper.py", "(code)"), ("rows.jsonl", "(data)")])
+def test_a_changed_file_is_reported_once_and_recorded(task: Task, name: str, kind: str) -> None:
     assert task.start() == []
     assert task.start() == []
     task.write(name, (task.base / name).read_text() + "\n")
     (warning,) = task.start()
-    assert f"{name} {said} was changed" in warning
+    assert f"{name} {kind} was changed" in warning
     assert task.start() == []
-    assert f"{name} {said} was changed" in figures(task.folder)["a file that the run reads changed"]
+    assert f"{name} {kind} was changed" in figures(task.folder)["a file that the run reads changed"]
 
 
-def test_another_model_is_refused(task: Task) -> None:
+def test_a_changed_model_is_refused(task: Task) -> None:
     task.start()
     task.write("model/config.json", (task.base / "model" / "config.json").read_text() + "\n")
     with pytest.raises(UserError, match=r"model/config.json \(model\) was changed"):
@@ -175,53 +177,55 @@ def test_another_model_is_refused(task: Task) -> None:
 # -- checkpoints --------------------------------------------------------------------------------------------------
 
 
-def flip(path: Path) -> None:
+def flip_last_bit(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
 
 
-def cut(path: Path) -> None:
+def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
 TAMPERED: dict[str, tuple[str, Callable[[Path], object], str]] = {
-    "a changed policy": ("policy/model.safetensors", flip, "was changed"),
-    "a truncated policy": ("policy/model.safetensors", cut, "was cut short"),
+    "a changed policy": ("policy/model.safetensors", flip_last_bit, "was changed"),
+    "a truncated policy": ("policy/model.safetensors", truncate, "was cut short"),
     "a policy without its tokenizer": ("policy/tokenizer.json", Path.unlink, "is missing"),
-    "a changed state": ("state.json", flip, "was changed"),
-    "a file too many": ("policy/chat_template.jinja", Path.touch, "was added"),
+    "a changed state": ("state.json", flip_last_bit, "was changed"),
+    "an additional file": ("policy/chat_template.jinja", Path.touch, "was added"),
 }
 
 
 @pytest.mark.parametrize("name", TAMPERED)
 @pytest.mark.parametrize("which", [0, -1])
-def test_a_checkpoint_that_was_tampered_with_is_named(copy: RunDir, name: str, which: int) -> None:
-    file, tamper, said = TAMPERED[name]
+def test_a_checkpoint_that_was_tampered_with_is_reported(copy: RunDir, name: str, which: int) -> None:
+    file, tamper, message = TAMPERED[name]
     checkpoint = checkpoint_names(copy.checkpoints)[which]
     tamper(copy.checkpoints / checkpoint / file)
     assert audited(copy).problems == [
-        problem for problem in audited(copy).problems if problem.startswith(f"checkpoint {checkpoint}: {file} {said}")
+        problem
+        for problem in audited(copy).problems
+        if problem.startswith(f"checkpoint {checkpoint}: {file} {message}")
     ]
     assert len(audited(copy).problems) == 1
 
 
-def test_a_missing_checkpoint_is_named(copy: RunDir) -> None:
+def test_a_missing_checkpoint_is_reported(copy: RunDir) -> None:
     for name in checkpoint_names(copy.checkpoints):
         shutil.move(copy.checkpoints / name, copy.path / name)
         assert audited(copy).problems == [f"checkpoint {name} is missing"]
         shutil.move(copy.path / name, copy.checkpoints / name)
 
 
-def test_a_checkpoint_from_elsewhere_is_named(copy: RunDir) -> None:
+def test_a_checkpoint_that_the_run_did_not_save_is_reported(copy: RunDir) -> None:
     for name in ("version-00000002.7", "version-00000009.0"):
         shutil.copytree(copy.checkpoints / checkpoint_names(copy.checkpoints)[-1], copy.checkpoints / name)
         assert f"checkpoint {name} is not in the ledger" in audited(copy).problems
         shutil.rmtree(copy.checkpoints / name)
 
 
-def forget_last_checkpoint(folder: RunDir) -> str:
-    """As if the supervisor was killed between the checkpoint and the ledger's next write."""
+def remove_record_of_last_checkpoint(folder: RunDir) -> str:
+    """Leave the ledger as if the supervisor was killed after the checkpoint was saved and before that was recorded."""
     saved = [one for one in audited(folder).records if isinstance(one.record, CheckpointSaved)]
     connection = sqlite3.connect(folder.ledger)
     connection.execute("DELETE FROM records WHERE number >= ?", (saved[-1].number,))
@@ -231,9 +235,9 @@ def forget_last_checkpoint(folder: RunDir) -> str:
     return saved[-1].record.name
 
 
-def test_a_checkpoint_that_the_ledger_missed_is_recorded_on_resume(host: Host, copy: RunDir) -> None:
-    name = forget_last_checkpoint(copy)
-    assert audited(copy).problems == [], "it vouches for itself"
+def test_an_unrecorded_checkpoint_is_recorded_on_resume(host: Host, copy: RunDir) -> None:
+    name = remove_record_of_last_checkpoint(copy)
+    assert audited(copy).problems == [], "the newest checkpoint is checked against its manifest"
     assert host.start(copy).wait()["code"] == 0
     last = audited(copy).records[-1].record
     assert isinstance(last, CheckpointSaved)
@@ -241,34 +245,38 @@ def test_a_checkpoint_that_the_ledger_missed_is_recorded_on_resume(host: Host, c
     assert audited(copy).problems == []
 
 
-def test_a_checkpoint_whose_trainer_is_lost_before_it_reports_is_recorded_by_the_next(host: Host, base: Path) -> None:
+def test_a_checkpoint_is_recorded_if_its_trainer_is_lost_before_reporting_it(host: Host, base: Path) -> None:
     wire = {"seed": 0, "faults": 1, "rate": 1.0, "kinds": ["unreported"]}
-    tree = merged(settings(base, steps=4), {"checkpoint": {"keep": 10}})  # it is still there in the end
+    tree = merged(
+        settings(base, steps=4), {"checkpoint": {"keep": 10}}
+    )  # so that the checkpoint still exists at the end
     run = host.start(make_run(base, "unreported", tree), wire=wire)
     assert broken(run, run.wait(), 4) == []
     assert fault_happened(run, "unreported")
     saved = [one.record.name for one in audited(run.folder).records if isinstance(one.record, CheckpointSaved)]
-    assert len(saved) == len(set(saved)), "one that is known was recorded again, so that it vouches for itself"
+    assert len(saved) == len(set(saved)), (
+        "a checkpoint was recorded twice, the second time with the digests of its manifest"
+    )
 
 
-def test_a_checkpoint_that_the_ledger_missed_is_checked_too(copy: RunDir) -> None:
-    name = forget_last_checkpoint(copy)
-    flip(copy.checkpoints / name / "policy" / "model.safetensors")
+def test_an_unrecorded_checkpoint_is_checked_by_the_audit(copy: RunDir) -> None:
+    name = remove_record_of_last_checkpoint(copy)
+    flip_last_bit(copy.checkpoints / name / "policy" / "model.safetensors")
     assert audited(copy).problems == [f"checkpoint {name}: policy/model.safetensors was changed"]
 
 
-# -- one of each --------------------------------------------------------------------------------------------------
+# -- only one trainer ------------------------------------------------------------------------------------------------
 
 
-def test_a_trainer_waits_until_no_other_is_left(host: Host, base: Path) -> None:
-    """The lock of a former trainer is held by this process; who waits for it is what the kernel says."""
+def test_a_trainer_waits_until_the_former_trainer_has_ended(host: Host, base: Path) -> None:
+    """This process holds the lock in place of a former trainer; `/proc/locks` shows which process waits for it."""
     folder = make_run(base, "two-trainers", settings(base, steps=1))
-    with folder.trainer_lock.open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    with folder.trainer_lock.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         run = host.start(folder)
         while not waits_for_lock(run.pids().get("trainer")):
             assert run.alive()
-            assert not checkpoint_names(folder.checkpoints), "it has begun beside the other"
+            assert not checkpoint_names(folder.checkpoints), "the trainer started although the lock is held"
         assert not checkpoint_names(folder.checkpoints)
     assert broken(run, run.wait(), 1) == []
 
