@@ -1,8 +1,8 @@
-"""Who reads which key: found in the source, with just enough type inference to know whose attribute is read.
+"""Find which functions read each configuration key, by static analysis with minimal type inference.
 
-A read counts for the function that it stands in. A method or property of a config class that reads keys (such as
-`AlgorithmConfig.bounds`) passes them on to whoever uses it. Where the type of what stands before the dot can't be
-inferred, the read counts for every config class that has a key of that name.
+A read is attributed to the function that contains it. If a method or property of a config class reads keys (such as
+`AlgorithmConfig.bounds`), the reads are attributed to its callers. If the type of the expression before the dot cannot
+be inferred, the read counts for every config class that has a key of that name.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ ROOTS = {
     "SftConfig": "dora_rl.trainer.sft",
     "SandboxLimits": "dora_rl.envs.sandbox.sandbox",
 }
-"""The configurations that users write; all other config classes stand inside of these."""
+"""The configurations that users write; all other config classes are nested in these."""
 
 Key = tuple[str, str]
-"""The name of a config class and of a field of it."""
+"""The name of a config class and the name of one of its fields."""
 _UNKNOWN = "?"
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def root(name: str) -> type[Config]:
-    """One of the classes above."""
+    """Return one of the classes in `ROOTS`."""
     found: type[Config] = getattr(importlib.import_module(ROOTS[name]), name)
     return found
 
 
 def section(annotation: Any) -> type[Config] | None:
-    """The config class that a field holds, also an optional one."""
+    """Return the config class that a field holds, including an optional one."""
     for kind in (annotation, *typing.get_args(annotation)):
         if isinstance(kind, type) and not isinstance(kind, types.GenericAlias) and issubclass(kind, Config):
             return kind
@@ -50,9 +50,9 @@ def section(annotation: Any) -> type[Config] | None:
 
 
 def keys(kind: type[Config], path: str = "", seen: set[type[Config]] | None = None) -> Iterator[tuple[str, Key]]:
-    """Every key as it stands in a config file, with the class and the field that it is.
+    """Yield the dotted path of every key in a config file, with its class and field.
 
-    A class that stands in several places (`data` and `evaluation.data`) is walked in the first of them.
+    A class that occurs in several places (`data` and `evaluation.data`) is traversed only in the first.
     """
     seen = set() if seen is None else seen
     seen.add(kind)
@@ -65,13 +65,13 @@ def keys(kind: type[Config], path: str = "", seen: set[type[Config]] | None = No
 
 @functools.cache
 def readers() -> dict[Key, frozenset[str]]:
-    """For each key the functions that read it, as `module:Class.function` below `dora_rl`."""
+    """Return the functions that read each key, as `module:Class.function` relative to `dora_rl`."""
     return _source().readers(guess=True)
 
 
 @functools.cache
 def certain_readers() -> dict[Key, frozenset[str]]:
-    """The same without reads of something whose type is not known."""
+    """Return the same without reads from expressions of unknown type."""
     return _source().readers(guess=False)
 
 
@@ -86,14 +86,14 @@ class _Source:
         for name in ROOTS:
             self._collect(root(name))
         self._attributes: dict[str, dict[str, str]] = defaultdict(dict)
-        """Of classes: attribute to the name of its class."""
+        """For each class, the name of each attribute's class."""
         self._returns: dict[str, str] = {}
-        """Of functions and methods, by their bare name."""
+        """The return types of functions and methods, by unqualified name."""
         self._functions: list[tuple[str, str | None, _Function]] = []
         for path in sorted(PACKAGE.rglob("*.py")):
             module = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
             self._list(module, None, ast.parse(path.read_text()).body)
-        for _ in range(3):  # what an attribute is may hang on what another class's is
+        for _ in range(3):  # the type of an attribute may depend on the attributes of another class
             for _, owner, function in self._functions:
                 _Walk(self._configs, self._attributes, self._returns, owner, function)
 
@@ -105,7 +105,7 @@ class _Source:
             walk = _Walk(self._configs, self._attributes, self._returns, owner, function)
             reads = walk.reads | walk.guesses if guess else walk.reads
             if owner in self._configs:
-                if not function.name.startswith("_"):  # validators use nothing
+                if not function.name.startswith("_"):  # validators do not give a key an effect
                     methods[owner, function.name] |= reads
             else:
                 outside.append((f"{module}:{owner + '.' if owner else ''}{function.name}", reads))
@@ -138,14 +138,14 @@ class _Source:
                 self._list(module, node.name, node.body)
             elif isinstance(node, _Function):
                 self._functions.append((module, owner, node))
-                said = _named(node.returns)
-                known = self._returns.setdefault(node.name, said)
-                if known != said:
+                returned = _named(node.returns)
+                known = self._returns.setdefault(node.name, returned)
+                if known != returned:
                     self._returns[node.name] = _UNKNOWN
 
 
 class _Walk(ast.NodeVisitor):
-    """One function: what it reads, and what it teaches about its class's attributes."""
+    """Collect the keys that one function reads, and infer attribute types of its class."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class _Walk(ast.NodeVisitor):
         self._names = {"self": owner or _UNKNOWN}
         self.reads: set[Key] = set()
         self.guesses: set[Key] = set()
-        """Reads of something whose type is not known."""
+        """Reads from expressions of unknown type."""
         arguments = function.args
         for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
             if one.annotation is not None:
@@ -199,7 +199,7 @@ class _Walk(ast.NodeVisitor):
             self._attributes[self._names["self"]][target.attr] = kind
 
     def _kind(self, node: ast.expr) -> str:
-        """The class of an expression, by its bare name."""
+        """Return the unqualified name of an expression's class."""
         match node:
             case ast.Name(id=name):
                 return self._names.get(name, _UNKNOWN)
@@ -220,7 +220,7 @@ class _Walk(ast.NodeVisitor):
 
 
 def _named(annotation: ast.expr | None) -> str:
-    """The first class that an annotation names, without `None`."""
+    """Return the first class named in an annotation, ignoring `None`."""
     match annotation:
         case ast.Name(id=name):
             return name

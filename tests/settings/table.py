@@ -40,31 +40,33 @@ RUN: Table = {
     "data.limit": Row("envs.data:load", "envs/test_data.py::test_nothing_is_read_beyond_the_limit"),
     "data.held_out": Row("envs.data:load", "envs/test_data.py::test_held_out_rows_are_the_last_and_never_trained"),
     "data.shuffle": Row(
-        "envs.data:load", "settings/test_supervisor.py::test_prompts_come_in_the_order_of_the_data_settings"
+        "envs.data:load", "settings/test_supervisor.py::test_data_settings_determine_the_order_of_prompts"
     ),
     "data.seed": Row(
-        "envs.data:load", "settings/test_supervisor.py::test_prompts_come_in_the_order_of_the_data_settings"
+        "envs.data:load", "settings/test_supervisor.py::test_data_settings_determine_the_order_of_prompts"
     ),
     "data.size": Row("envs.row_readers:_reasoning_gym", "envs/test_data.py::test_every_source_gives_the_same_problems"),
-    "data.epochs": Row("envs.data:load", "settings/test_supervisor.py::test_prompts_end_with_their_epochs"),
+    "data.epochs": Row("envs.data:load", "settings/test_supervisor.py::test_prompts_end_after_the_configured_epochs"),
     "reward": Row("runtime.workers.reward:serve", why=SECTION),
     "reward.functions": Row(
-        "envs.rewards:_resolve", "settings/test_supervisor.py::test_the_judge_weighs_functions_as_told"
+        "envs.rewards:_resolve",
+        "settings/test_supervisor.py::test_the_scorer_applies_the_configured_functions_and_weights",
     ),
     "reward.weights": Row(
-        "envs.rewards:RewardScorer.__init__", "settings/test_supervisor.py::test_the_judge_weighs_functions_as_told"
+        "envs.rewards:RewardScorer.__init__",
+        "settings/test_supervisor.py::test_the_scorer_applies_the_configured_functions_and_weights",
     ),
     "reward.timeout_seconds": Row(
         "runtime.supervisor.reward_client:RewardClient.__init__",
-        "settings/test_supervisor.py::test_a_question_is_due_after_its_timeout",
+        "settings/test_supervisor.py::test_reward_requests_carry_the_configured_timeout",
     ),
     "reward.workers": Row(
         "runtime.supervisor.reward_client:RewardClient.__init__",
-        "settings/test_supervisor.py::test_there_are_as_many_processes_as_asked_for",
+        "settings/test_supervisor.py::test_the_configured_number_of_processes_is_started",
     ),
     "reward.concurrency": Row(
         "runtime.supervisor.reward_client:RewardClient.__init__",
-        "settings/test_supervisor.py::test_a_judge_is_asked_so_many_questions_at_once",
+        "settings/test_supervisor.py::test_a_reward_worker_receives_the_configured_number_of_requests",
     ),
     "environment": Row("runtime.workers.reward:serve", why=SECTION),
     "environment.kind": Row(
@@ -81,35 +83,36 @@ RUN: Table = {
     ),
     "environment.timeout_seconds": Row(
         "runtime.supervisor.supervisor:session_limits",
-        "settings/test_supervisor.py::test_a_question_is_due_after_its_timeout",
+        "settings/test_supervisor.py::test_reward_requests_carry_the_configured_timeout",
     ),
     "environment.concurrency": Row(
         "runtime.supervisor.reward_client:RewardClient.__init__",
-        "settings/test_supervisor.py::test_a_judge_is_asked_so_many_questions_at_once",
+        "settings/test_supervisor.py::test_a_reward_worker_receives_the_configured_number_of_requests",
     ),
     "control": Row("runtime.supervisor.run:Run._wire", why=SECTION),
     "control.mode": Row(
         "orchestrator.context:Context.__init__",
-        "settings/test_supervisor.py::test_groups_are_admitted_as_mode_and_bound_say",
+        "settings/test_supervisor.py::test_mode_and_staleness_bound_limit_admission",
     ),
     "control.max_staleness": Row(
         "orchestrator.context:Context.__init__",
-        "settings/test_supervisor.py::test_groups_are_admitted_as_mode_and_bound_say",
+        "settings/test_supervisor.py::test_mode_and_staleness_bound_limit_admission",
     ),
     "control.groups_per_step": Row(
         "orchestrator.trainer_state:TrainerState._complete",
-        "settings/test_supervisor.py::test_groups_are_admitted_as_mode_and_bound_say",
+        "settings/test_supervisor.py::test_mode_and_staleness_bound_limit_admission",
     ),
     "control.group_size": Row(
         "orchestrator.request_scheduler:RequestScheduler.start",
-        "settings/test_supervisor.py::test_a_group_has_so_many_siblings",
+        "settings/test_supervisor.py::test_a_group_has_the_configured_size",
     ),
     "control.steps": Row(
-        "orchestrator.context:Context.drained", "settings/test_supervisor.py::test_no_more_groups_than_the_steps_need"
+        "orchestrator.context:Context.drained",
+        "settings/test_supervisor.py::test_no_more_groups_start_than_the_steps_need",
     ),
     "control.max_response_tokens": Row(
         "runtime.supervisor.supervisor:session_limits",
-        "settings/test_sampling.py::test_no_response_is_longer_than_asked_for",
+        "settings/test_sampling.py::test_no_response_exceeds_the_configured_length",
     ),
     "control.min_survivors": Row(
         "orchestrator.context:Context.__init__",
@@ -125,7 +128,7 @@ RUN: Table = {
     ),
     "control.stream": Row(
         "orchestrator.context:Context.streams",
-        "settings/test_supervisor.py::test_groups_are_streamed_only_if_told",
+        "settings/test_supervisor.py::test_groups_are_streamed_only_if_configured",
     ),
     "control.rebalance_seconds": Row(
         "orchestrator.orchestrator:Orchestrator._expire",
@@ -133,11 +136,11 @@ RUN: Table = {
     ),
     "control.kv_reserve_tokens": Row(
         "orchestrator.admission:Admission._admission_tokens",
-        "settings/test_supervisor.py::test_admission_leaves_room_as_told",
+        "settings/test_supervisor.py::test_admission_reserves_the_configured_kv_room",
     ),
     "control.kv_headroom": Row(
         "orchestrator.admission:Admission._emptiest_slot",
-        "settings/test_supervisor.py::test_admission_leaves_room_as_told",
+        "settings/test_supervisor.py::test_admission_reserves_the_configured_kv_room",
     ),
     "control.pack_limit": Row(
         "orchestrator.rebalance:Rebalancer._facts",
@@ -174,24 +177,24 @@ RUN: Table = {
     ),
     "control.deadlines.heartbeat": Row(
         "runtime.supervisor.supervisor:Supervisor._maintain",
-        "settings/test_supervisor.py::test_an_instance_that_is_silent_for_a_heartbeat_is_lost",
+        "settings/test_supervisor.py::test_an_instance_silent_past_the_heartbeat_deadline_is_lost",
     ),
     "sampling": Row("runtime.supervisor.rollout_client:RolloutClient.__init__", why=SECTION),
     "sampling.temperature": Row(
         "runtime.supervisor.rollout_client:RolloutClient.__init__",
-        "settings/test_sampling.py::test_log_probs_are_of_the_temperature",
+        "settings/test_sampling.py::test_log_probs_include_the_temperature",
     ),
     "sampling.top_p": Row(
         "runtime.supervisor.rollout_client:RolloutClient.__init__",
-        "settings/test_sampling.py::test_top_p_keeps_the_likeliest_that_have_it_together",
+        "settings/test_sampling.py::test_top_p_keeps_the_smallest_set_that_reaches_it",
     ),
     "sampling.top_k": Row(
         "runtime.supervisor.rollout_client:RolloutClient.__init__",
-        "settings/test_sampling.py::test_top_k_keeps_so_many",
+        "settings/test_sampling.py::test_top_k_keeps_the_k_likeliest_tokens",
     ),
     "sampling.min_p": Row(
         "runtime.supervisor.rollout_client:RolloutClient.__init__",
-        "settings/test_sampling.py::test_min_p_keeps_what_is_so_likely",
+        "settings/test_sampling.py::test_min_p_keeps_sufficiently_likely_tokens",
     ),
     "sampling.stop": Row(
         "runtime.supervisor.rollout_client:RolloutClient.__init__",
@@ -200,7 +203,7 @@ RUN: Table = {
     "rollout": Row("runtime.workers.engine_factory:make_engine", why=SECTION),
     "rollout.instances": Row(
         "runtime.supervisor.scaling:Scaling._written",
-        "settings/test_supervisor.py::test_there_are_as_many_processes_as_asked_for",
+        "settings/test_supervisor.py::test_the_configured_number_of_processes_is_started",
     ),
     "rollout.engine": Row("runtime.workers.engine_factory:make_engine", why=SECTION),
     "rollout.engine.kind": Row(
@@ -208,28 +211,31 @@ RUN: Table = {
         "engine/test_vllm_settings.py::test_without_vllm_a_run_says_how_to_install_it",
     ),
     "rollout.engine.slots": Row(
-        "engine.engine:Engine.__init__", "settings/test_instance.py::test_an_instance_says_what_room_it_was_given"
+        "engine.engine:Engine.__init__", "settings/test_instance.py::test_an_instance_reports_its_configured_capacity"
     ),
     "rollout.engine.max_requests": Row(
-        "engine.engine:Engine.spec", "settings/test_instance.py::test_an_instance_says_what_room_it_was_given"
+        "engine.engine:Engine.spec", "settings/test_instance.py::test_an_instance_reports_its_configured_capacity"
     ),
     "rollout.engine.max_context": Row(
-        "engine.engine:Engine.__init__", "settings/test_instance.py::test_the_context_ends_a_response_where_it_was_set"
+        "engine.engine:Engine.__init__",
+        "settings/test_instance.py::test_a_response_ends_at_the_configured_context_length",
     ),
     "rollout.engine.kv_bytes": Row(
-        "engine.engine:Engine.__init__", "settings/test_instance.py::test_an_instance_says_what_room_it_was_given"
+        "engine.engine:Engine.__init__", "settings/test_instance.py::test_an_instance_reports_its_configured_capacity"
     ),
     "rollout.engine.host_bytes": Row(
         "engine.scheduler:Scheduler._to_host", "engine/test_memory.py::test_recomputation_only_when_the_host_is_full"
     ),
     "rollout.engine.block_size": Row(
-        "engine.kernel_choice:choose_runner", "settings/test_instance.py::test_an_instance_says_what_room_it_was_given"
+        "engine.kernel_choice:choose_runner",
+        "settings/test_instance.py::test_an_instance_reports_its_configured_capacity",
     ),
     "rollout.engine.prefill_chunk": Row(
         "engine.scheduler:Scheduler._chunks", "settings/test_instance.py::test_prompts_are_computed_in_chunks"
     ),
     "rollout.engine.stream_every": Row(
-        "engine.engine:Engine.__init__", "settings/test_instance.py::test_tokens_are_reported_as_often_as_told"
+        "engine.engine:Engine.__init__",
+        "settings/test_instance.py::test_tokens_are_reported_at_the_configured_interval",
     ),
     "rollout.engine.stretch": Row(
         "engine.step_execution:StepExecutor._turn", "engine/test_schedules.py::test_a_stretch_is_several_steps"
@@ -239,10 +245,10 @@ RUN: Table = {
     ),
     "rollout.engine.threads": Row(
         "engine.builtin:BuiltinFactory.make",
-        "settings/test_instance.py::test_threads_of_an_engine_are_its_own_if_set",
+        "settings/test_instance.py::test_configured_engine_threads_override_the_supervisor",
     ),
     "rollout.engine.kernels": Row(
-        "engine.kernel_choice:choose_runner", "settings/test_instance.py::test_kernels_are_those_asked_for"
+        "engine.kernel_choice:choose_runner", "settings/test_instance.py::test_the_configured_kernels_are_used"
     ),
     "rollout.engine.vllm": Row("engine.vllm.core:arguments", why=SECTION),
     "rollout.engine.vllm.enforce_eager": Row(
@@ -268,12 +274,12 @@ RUN: Table = {
     ),
     "rollout.heartbeat_seconds": Row(
         "runtime.workers.rollout:RolloutWorker.__init__",
-        "settings/test_instance.py::test_an_instance_speaks_once_a_heartbeat",
+        "settings/test_instance.py::test_an_idle_instance_reports_once_per_heartbeat",
     ),
     "trainer": Row("runtime.workers.trainer:TrainerWorker.__init__", why=SECTION),
     "trainer.ranks": Row(
         "runtime.supervisor.trainer_client:TrainerClient.start",
-        "settings/test_supervisor.py::test_there_are_as_many_processes_as_asked_for",
+        "settings/test_supervisor.py::test_the_configured_number_of_processes_is_started",
     ),
     "trainer.algorithm": Row("trainer.trainer:Trainer._loss", why=SECTION),
     "trainer.algorithm.name": Row(
@@ -341,7 +347,7 @@ RUN: Table = {
         "trainer.optimiser:Optimiser.update", "settings/test_training.py::test_another_value_gives_other_weights"
     ),
     "trainer.optimiser.offload": Row(
-        "trainer.optimiser:Optimiser.__init__", "settings/test_training.py::test_what_saves_memory_is_done"
+        "trainer.optimiser:Optimiser.__init__", "settings/test_training.py::test_memory_settings_take_effect"
     ),
     "trainer.lora": Row("trainer.trainer:Trainer.__init__", why=SECTION),
     "trainer.lora.rank": Row(
@@ -356,14 +362,14 @@ RUN: Table = {
     "trainer.moe": Row("trainer.trainer:Trainer.__init__", why=SECTION),
     "trainer.moe.replay_routing": Row(
         "runtime.supervisor.rollout_client:RolloutClient.__init__",
-        "settings/test_instance.py::test_experts_are_recorded_only_to_be_replayed",
+        "settings/test_instance.py::test_experts_are_recorded_only_for_replay",
     ),
     "trainer.moe.auxiliary_loss": Row(
         "trainer.trainer:Trainer._loss",
         "trainer/test_moe.py::test_expert_load_is_measured_and_balancing_changes_the_router_gradient",
     ),
     "trainer.micro_batch_tokens": Row(
-        "trainer.trainer:Trainer._gradients", "settings/test_training.py::test_what_saves_memory_is_done"
+        "trainer.trainer:Trainer._gradients", "settings/test_training.py::test_memory_settings_take_effect"
     ),
     "trainer.mini_batches": Row(
         "trainer.trainer:Trainer._updates", "settings/test_training.py::test_updates_are_counted"
@@ -371,10 +377,10 @@ RUN: Table = {
     "trainer.epochs": Row("trainer.trainer:Trainer._updates", "settings/test_training.py::test_updates_are_counted"),
     "trainer.temperature": Row(
         "trainer.policy:sharded_policy",
-        "settings/test_training.py::test_the_trainer_takes_the_temperature_of_sampling",
+        "settings/test_training.py::test_the_trainer_uses_the_sampling_temperature",
     ),
     "trainer.gradient_checkpointing": Row(
-        "trainer.trainer:Trainer.__init__", "settings/test_training.py::test_what_saves_memory_is_done"
+        "trainer.trainer:Trainer.__init__", "settings/test_training.py::test_memory_settings_take_effect"
     ),
     "trainer.precision": Row(
         "trainer.trainer:Trainer._precision", "settings/test_training.py::test_another_value_gives_other_weights"
@@ -391,57 +397,60 @@ RUN: Table = {
     "evaluation": Row("runtime.supervisor.run:Run._wire", why=SECTION),
     "evaluation.every": Row(
         "runtime.supervisor.run:Run._evaluation",
-        "settings/test_supervisor.py::test_versions_are_evaluated_as_often_as_told",
+        "settings/test_supervisor.py::test_versions_are_evaluated_at_the_configured_interval",
     ),
     "evaluation.data": Row(
         "runtime.supervisor.held_out:held_out_problems",
-        "settings/test_supervisor.py::test_evaluation_may_have_data_of_its_own",
+        "settings/test_supervisor.py::test_evaluation_may_have_separate_data",
     ),
     "evaluation.samples": Row(
         "runtime.supervisor.run:Run._evaluation",
-        "settings/test_sampling.py::test_evaluation_samples_as_its_own_settings_say",
+        "settings/test_sampling.py::test_evaluation_requests_use_the_evaluation_settings",
     ),
     "evaluation.temperature": Row(
         "runtime.supervisor.run:Run._evaluation",
-        "settings/test_sampling.py::test_evaluation_samples_as_its_own_settings_say",
+        "settings/test_sampling.py::test_evaluation_requests_use_the_evaluation_settings",
     ),
     "evaluation.success_threshold": Row(
-        "runtime.supervisor.run:Run._evaluation", "settings/test_supervisor.py::test_what_counts_as_right_is_as_told"
+        "runtime.supervisor.run:Run._evaluation",
+        "settings/test_supervisor.py::test_accuracy_uses_the_configured_threshold",
     ),
     "checkpoint": Row("runtime.workers.trainer:TrainerWorker._handle", why=SECTION),
     "checkpoint.every": Row(
         "runtime.workers.trainer:TrainerWorker._handle",
-        "settings/test_training.py::test_checkpoints_are_written_and_kept_as_told",
+        "settings/test_training.py::test_checkpoints_are_written_and_kept_as_configured",
     ),
     "checkpoint.keep": Row(
         "runtime.workers.trainer:TrainerWorker._checkpoint",
-        "settings/test_training.py::test_checkpoints_are_written_and_kept_as_told",
+        "settings/test_training.py::test_checkpoints_are_written_and_kept_as_configured",
     ),
     "logging": Row("runtime.supervisor.trackers:_tensorboard", why=SECTION),
     "logging.level": Row(
         "runtime.workers.main:run_worker", "runtime/test_logs.py::test_a_worker_logs_at_the_level_of_its_config"
     ),
     "logging.tensorboard": Row(
-        "runtime.supervisor.trackers:_tensorboard", "settings/test_supervisor.py::test_figures_go_where_logging_says"
+        "runtime.supervisor.trackers:_tensorboard",
+        "settings/test_supervisor.py::test_metrics_go_to_the_configured_trackers",
     ),
     "logging.wandb": Row(
-        "runtime.supervisor.trackers:_wandb", "settings/test_supervisor.py::test_figures_go_where_logging_says"
+        "runtime.supervisor.trackers:_wandb", "settings/test_supervisor.py::test_metrics_go_to_the_configured_trackers"
     ),
     "logging.trackio": Row(
-        "runtime.supervisor.trackers:_trackio", "settings/test_supervisor.py::test_figures_go_where_logging_says"
+        "runtime.supervisor.trackers:_trackio",
+        "settings/test_supervisor.py::test_metrics_go_to_the_configured_trackers",
     ),
     "logging.samples": Row(
         "runtime.supervisor.run:Run._wire",
-        "settings/test_supervisor.py::test_so_many_groups_are_written_as_samples",
+        "settings/test_supervisor.py::test_the_configured_number_of_groups_is_written_as_samples",
     ),
     "supervision": Row("runtime.launch.process_manager:ProcessManager.lost", why=SECTION),
     "supervision.restarts": Row(
         "runtime.launch.process_manager:ProcessManager.lost",
-        "settings/test_supervisor.py::test_a_process_is_restarted_as_often_and_as_late_as_told",
+        "settings/test_supervisor.py::test_restarts_follow_the_configured_limit_and_backoff",
     ),
     "supervision.backoff_seconds": Row(
         "runtime.launch.process_manager:ProcessManager.lost",
-        "settings/test_supervisor.py::test_a_process_is_restarted_as_often_and_as_late_as_told",
+        "settings/test_supervisor.py::test_restarts_follow_the_configured_limit_and_backoff",
     ),
     "runtime": Row(
         "apps.train:start_run", "test_cli.py::test_a_missing_ray_gives_the_install_command_before_the_run_starts"
@@ -480,16 +489,20 @@ RUN: Table = {
     ),
     "seed": Row(
         "runtime.supervisor.rollout_client:RolloutClient.__init__",
-        "settings/test_sampling.py::test_the_same_settings_give_the_same_tokens_and_another_seed_others",
+        "settings/test_sampling.py::test_sampling_is_reproducible_and_depends_on_the_seed",
     ),
     "threads": Row(
         "runtime.launch.process_manager:ProcessManager.cores",
-        "settings/test_supervisor.py::test_cores_are_shared_as_far_as_threads_go",
+        "settings/test_supervisor.py::test_cores_are_shared_up_to_the_thread_limit",
     ),
     "weights": Row(
-        "runtime.run_dir:RunDir.store", "settings/test_supervisor.py::test_the_run_is_where_it_was_told_to_be"
+        "runtime.run_dir:RunDir.store",
+        "settings/test_supervisor.py::test_the_run_directory_and_weights_are_where_configured",
     ),
-    "out": Row("runtime.run_dir:RunDir.create", "settings/test_supervisor.py::test_the_run_is_where_it_was_told_to_be"),
+    "out": Row(
+        "runtime.run_dir:RunDir.create",
+        "settings/test_supervisor.py::test_the_run_directory_and_weights_are_where_configured",
+    ),
 }
 
 SIMULATION: Table = {
@@ -631,8 +644,8 @@ SFT: Table = {
     "learning_rate": Row("trainer.sft:train", "settings/test_sft.py::test_another_value_gives_other_weights"),
     "weight_decay": Row("trainer.sft:train", "settings/test_sft.py::test_another_value_gives_other_weights"),
     "lora": Row("trainer.sft:train", "settings/test_sft.py::test_another_value_gives_other_weights"),
-    "micro_batch_tokens": Row("trainer.sft:train", "settings/test_sft.py::test_what_saves_memory_is_passed_on"),
-    "gradient_checkpointing": Row("trainer.sft:train", "settings/test_sft.py::test_what_saves_memory_is_passed_on"),
+    "micro_batch_tokens": Row("trainer.sft:train", "settings/test_sft.py::test_memory_settings_are_passed_on"),
+    "gradient_checkpointing": Row("trainer.sft:train", "settings/test_sft.py::test_memory_settings_are_passed_on"),
 }
 
 SANDBOX: Table = {
@@ -644,7 +657,8 @@ SANDBOX: Table = {
         "envs/test_sandbox.py::test_code_that_only_computes_is_ended_by_its_cpu_time",
     ),
     "memory_bytes": Row(
-        "envs.sandbox.sandbox:Sandbox._plan", "settings/test_sandbox.py::test_a_limit_holds_where_it_was_set"
+        "envs.sandbox.sandbox:Sandbox._plan",
+        "settings/test_sandbox.py::test_a_limit_is_enforced_at_its_configured_value",
     ),
     "output_bytes": Row(
         "envs.sandbox.sandbox:Sandbox._read", "envs/test_sandbox.py::test_a_flood_of_output_is_cut_off"
@@ -653,10 +667,12 @@ SANDBOX: Table = {
         "envs.sandbox.sandbox:Sandbox._excess", "envs/test_sandbox.py::test_filling_the_disk_is_cut_off_and_cleaned_up"
     ),
     "disk_entries": Row(
-        "envs.sandbox.sandbox:Sandbox._excess", "settings/test_sandbox.py::test_a_limit_holds_where_it_was_set"
+        "envs.sandbox.sandbox:Sandbox._excess",
+        "settings/test_sandbox.py::test_a_limit_is_enforced_at_its_configured_value",
     ),
     "open_files": Row(
-        "envs.sandbox.sandbox:Sandbox._plan", "settings/test_sandbox.py::test_a_limit_holds_where_it_was_set"
+        "envs.sandbox.sandbox:Sandbox._plan",
+        "settings/test_sandbox.py::test_a_limit_is_enforced_at_its_configured_value",
     ),
     "threads": Row(
         "envs.sandbox.sandbox:Sandbox._excess", "envs/test_sandbox.py::test_threads_can_be_started_and_are_limited"

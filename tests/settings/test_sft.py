@@ -1,4 +1,4 @@
-"""Settings of supervised training: another value gives another model, or saves memory."""
+"""Settings of supervised fine-tuning: changing a value changes the weights, or only saves memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def examples() -> list[Group]:
 
 
 def trained(**settings: Any) -> tuple[Any, torch.Tensor]:
-    """The trainer, and all weights of the model that it would write."""
+    """Return the trainer and all weights of the model that it would write."""
     torch.manual_seed(0)
     trainer = train(llama(), examples(), build(SftConfig, BASE | settings), lambda _: None)
     merged = dict(merged_state(trainer.model, trainer.peft_model))
@@ -57,9 +57,9 @@ def test_another_value_gives_other_weights(key: str, value: Any) -> None:
     assert (trained(**{key: value})[1] - trained()[1]).abs().max() > 1e-6
 
 
-def test_what_saves_memory_is_passed_on() -> None:
-    """`micro_batch_tokens` and `gradient_checkpointing`."""
-    trainer, said = trained(micro_batch_tokens=33, gradient_checkpointing=True)
+def test_memory_settings_are_passed_on() -> None:
+    """This covers `micro_batch_tokens` and `gradient_checkpointing`."""
+    trainer, weights = trained(micro_batch_tokens=33, gradient_checkpointing=True)
     assert trainer.config.micro_batch_tokens == 33
     assert any(getattr(module, "gradient_checkpointing", False) for module in trainer.model.modules())
-    assert (said - trained()[1]).abs().max() < 1e-3
+    assert (weights - trained()[1]).abs().max() < 1e-3

@@ -1,4 +1,4 @@
-"""Settings of the supervisor: from the config file to what it asks of its processes, and when."""
+"""Supervisor settings, from the config file to the messages that the supervisor sends to its workers."""
 
 from __future__ import annotations
 
@@ -20,43 +20,52 @@ from dora_rl.orchestrator.orchestrator import Orchestrator
 from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.supervisor.trackers import trackers
 from dora_rl.runtime.transport import messages as m
-from dora_rl.runtime.workers import reward as judge
+from dora_rl.runtime.workers import reward as reward_worker
 from tests.runtime.making import lines
-from tests.settings.workers import Line, SupervisorPart, at, folder_of, publish, start, supervisor, tree_with
+from tests.settings.workers import (
+    RecordingChannel,
+    SupervisorHarness,
+    at,
+    folder_of,
+    publish,
+    start,
+    supervisor,
+    tree_with,
+)
 
 ROOMY = {"max_requests": 1000, "kv_tokens": 1_000_000}
 MANY, SMALL = at("rollout.instances", 16), {"max_requests": 2, "kv_tokens": 1000}
-"""More instances than groups: one that has nothing to do gets a group as long as the rules allow one."""
+"""There are more instances than groups, so an idle instance gets a group whenever the admission rules allow one."""
 ONE = at("rollout.instances", 1)
 TURNS = {"environment": {"kind": "turns.py:Turns", "timeout_seconds": 11.0, "concurrency": 3}}
 
 
-def admitted(part: SupervisorPart) -> int:
-    """Groups that were begun."""
-    return len(part.submits())
+def admitted(harness: SupervisorHarness) -> int:
+    """Return the number of groups that were started."""
+    return len(harness.submits())
 
 
-# -- who is there ---------------------------------------------------------------------------------------------------
+# -- processes ------------------------------------------------------------------------------------------------------
 
 
-def test_there_are_as_many_processes_as_asked_for(base: Path) -> None:
+def test_the_configured_number_of_processes_is_started(base: Path) -> None:
     changes = {"rollout": {"instances": 3}, "reward": {"workers": 2}, "trainer": {"ranks": 2}}
-    with supervisor(base, changes) as part:
-        assert sorted(part.backend.seats) == ["i0", "i1", "i2", "rank1", "reward0", "reward1", "trainer"]
-        told = part.told("rank1", m.StartWorker)[0]
-        assert (told.rank, told.ranks) == (1, 2)
+    with supervisor(base, changes) as harness:
+        assert sorted(harness.backend.workers) == ["i0", "i1", "i2", "rank1", "reward0", "reward1", "trainer"]
+        message = harness.sent_to("rank1", m.StartWorker)[0]
+        assert (message.rank, message.ranks) == (1, 2)
 
 
-def test_cores_are_shared_as_far_as_threads_go(base: Path) -> None:
-    """The host of these tests has 8 cores; the only instance has all of them while the trainer waits."""
+def test_cores_are_shared_up_to_the_thread_limit(base: Path) -> None:
+    """The test backend has 8 cores; the only instance gets all of them while the trainer is idle."""
     for threads, found in ((3, 3), (0, 8)):
-        with supervisor(base, ONE, at("threads", threads)) as part:
-            part.begin()
-            assert part.told("i0", m.SetThreads)[-1].count == found
+        with supervisor(base, ONE, at("threads", threads)) as harness:
+            harness.begin()
+            assert harness.sent_to("i0", m.SetThreads)[-1].count == found
 
 
-def test_the_run_is_where_it_was_told_to_be(base: Path, tmp_path: Path) -> None:
-    """`out` and `weights`."""
+def test_the_run_directory_and_weights_are_where_configured(base: Path, tmp_path: Path) -> None:
+    """This covers `out` and `weights`."""
     folder = folder_of(base, at("out", str(tmp_path / "elsewhere")), at("weights", "memory"))
     assert folder.path.parent == tmp_path / "elsewhere"
     publish(folder)
@@ -68,141 +77,141 @@ def test_the_run_is_where_it_was_told_to_be(base: Path, tmp_path: Path) -> None:
     assert any(folder.weights.iterdir())
 
 
-def test_a_process_is_restarted_as_often_and_as_late_as_told(base: Path) -> None:
-    with supervisor(base, {"supervision": {"restarts": 2, "backoff_seconds": 100.0}}) as part:
-        world: Any = part.run.supervisor
-        process = part.process("i0")
+def test_restarts_follow_the_configured_limit_and_backoff(base: Path) -> None:
+    with supervisor(base, {"supervision": {"restarts": 2, "backoff_seconds": 100.0}}) as harness:
+        supervisor_: Any = harness.run.supervisor
+        process = harness.process("i0")
         for pause in (100.0, 200.0):
             before = time.monotonic()
-            world.worker_lost(process, "it is lost")
+            supervisor_.worker_lost(process, "it is lost")
             assert before + pause <= process.restart_at <= time.monotonic() + pause
             assert not process.given_up
-        world.worker_lost(process, "it is lost")
+        supervisor_.worker_lost(process, "it is lost")
         assert process.given_up
 
 
-def test_an_instance_that_is_silent_for_a_heartbeat_is_lost(base: Path) -> None:
+def test_an_instance_silent_past_the_heartbeat_deadline_is_lost(base: Path) -> None:
     for heartbeat, lost in ((50.0, True), (5000.0, False)):
-        with supervisor(base, at("control.deadlines.heartbeat", heartbeat)) as part:
-            part.begin()
-            for one in part.run.supervisor._processes.workers:
+        with supervisor(base, at("control.deadlines.heartbeat", heartbeat)) as harness:
+            harness.begin()
+            for one in harness.run.supervisor._processes.workers:
                 one.last_message_at = time.monotonic() - (500.0 if one.worker_id == "i0" else 0.0)
-            part.run.supervisor._maintain()
-            part.happen()
-            assert (part.process("i0").restart_at is not None) is lost
-            assert part.process("i1").restart_at is None
+            harness.run.supervisor._maintain()
+            harness.happen()
+            assert (harness.process("i0").restart_at is not None) is lost
+            assert harness.process("i1").restart_at is None
 
 
-# -- what is begun --------------------------------------------------------------------------------------------------
+# -- admission ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("mode", "staleness", "per_step", "found"),
     [("sync", 3, 2, 2), ("dora", 0, 2, 2), ("dora", 1, 2, 4), ("dora", 3, 2, 8), ("dora", 3, 3, 12)],
 )
-def test_groups_are_admitted_as_mode_and_bound_say(
+def test_mode_and_staleness_bound_limit_admission(
     base: Path, mode: str, staleness: int, per_step: int, found: int
 ) -> None:
-    """With room for all, (K + 1) * B groups are begun before the first step, with the K of the mode."""
+    """With enough capacity, (K + 1) * B groups start before the first step, where K depends on the mode."""
     control = {"mode": mode, "max_staleness": staleness, "groups_per_step": per_step, "steps": 100}
-    with supervisor(base, MANY, {"control": control}) as part:
-        part.begin(**SMALL)
-        assert admitted(part) == found
+    with supervisor(base, MANY, {"control": control}) as harness:
+        harness.begin(**SMALL)
+        assert admitted(harness) == found
 
 
-def test_a_step_takes_so_many_groups(base: Path) -> None:
-    """`groups_per_step`, and the step that is trained then."""
-    with supervisor(base, ONE, {"control": {"groups_per_step": 3, "max_staleness": 1}}) as part:
-        part.begin(**ROOMY)
-        submits = part.submits()
+def test_a_step_takes_the_configured_number_of_groups(base: Path) -> None:
+    """A step is applied once `groups_per_step` groups are finished."""
+    with supervisor(base, ONE, {"control": {"groups_per_step": 3, "max_staleness": 1}}) as harness:
+        harness.begin(**ROOMY)
+        submits = harness.submits()
         for number, submit in enumerate(submits[:3]):
-            assert not [one for one in part.commands if isinstance(one, c.Apply)], number
-            part.finish(submit)
-        (apply,) = [one for one in part.commands if isinstance(one, c.Apply)]
+            assert not [one for one in harness.commands if isinstance(one, c.Apply)], number
+            harness.finish(submit)
+        (apply,) = [one for one in harness.commands if isinstance(one, c.Apply)]
         assert (apply.step, len(apply.groups)) == (0, 3)
 
 
-def test_a_group_has_so_many_siblings(base: Path) -> None:
-    with supervisor(base, at("control.group_size", 3)) as part:
-        part.begin(**ROOMY)
-        assert {len(submit.requests) for submit in part.submits()} == {3}
-        numbers = [request.trajectory for request in part.requests()]
+def test_a_group_has_the_configured_size(base: Path) -> None:
+    with supervisor(base, at("control.group_size", 3)) as harness:
+        harness.begin(**ROOMY)
+        assert {len(submit.requests) for submit in harness.submits()} == {3}
+        numbers = [request.trajectory for request in harness.requests()]
         assert len(set(numbers)) == len(numbers)
-        assert all(len({request.prompt for request in submit.requests}) == 1 for submit in part.submits())
+        assert all(len({request.prompt for request in submit.requests}) == 1 for submit in harness.submits())
 
 
-def test_no_more_groups_than_the_steps_need(base: Path) -> None:
+def test_no_more_groups_start_than_the_steps_need(base: Path) -> None:
     for steps, found in ((1, 2), (3, 6)):
-        with supervisor(base, MANY, at("control.steps", steps)) as part:
-            part.begin(**SMALL)
-            assert admitted(part) == found
+        with supervisor(base, MANY, at("control.steps", steps)) as harness:
+            harness.begin(**SMALL)
+            assert admitted(harness) == found
 
 
-def test_prompts_come_in_the_order_of_the_data_settings(base: Path) -> None:
-    """`data.shuffle` and `data.seed`; the same settings give the same order."""
+def test_data_settings_determine_the_order_of_prompts(base: Path) -> None:
+    """This covers `data.shuffle` and `data.seed`; the same settings give the same order."""
 
-    def asked(**data: Any) -> list[tuple[int, ...]]:
-        with supervisor(base, ONE, {"data": data}) as part:
-            part.begin(**ROOMY)
-            rows = [part.run.tokenization.encode(problem) for problem in part.run.dataset.train]
-            found = [submit.requests[0].prompt for submit in part.submits()]
+    def prompts(**data: Any) -> list[tuple[int, ...]]:
+        with supervisor(base, ONE, {"data": data}) as harness:
+            harness.begin(**ROOMY)
+            rows = [harness.run.tokenization.encode(problem) for problem in harness.run.dataset.train]
+            found = [submit.requests[0].prompt for submit in harness.submits()]
         assert set(found) <= set(rows)
         assert (found == rows[: len(found)]) is not data.get("shuffle", True)
         return found
 
-    assert asked(shuffle=False) == asked(shuffle=False, seed=1)
-    assert asked(seed=1) == asked(seed=1)
-    assert asked(seed=1) != asked(seed=2)
+    assert prompts(shuffle=False) == prompts(shuffle=False, seed=1)
+    assert prompts(seed=1) == prompts(seed=1)
+    assert prompts(seed=1) != prompts(seed=2)
 
 
-def test_prompts_end_with_their_epochs(base: Path) -> None:
-    """`data.epochs` passes over `data.limit` rows, then there are no more."""
+def test_prompts_end_after_the_configured_epochs(base: Path) -> None:
+    """There are no more prompts after `data.epochs` passes over `data.limit` rows."""
     control = {"steps": None, "max_staleness": 10}
     for epochs, found in ((1, 3), (2, 6)):
-        with supervisor(base, MANY, {"data": {"limit": 3, "epochs": epochs}, "control": control}) as part:
-            part.begin(**SMALL)
-            assert admitted(part) == found
-            assert len({request.prompt for request in part.requests()}) == 3
+        with supervisor(base, MANY, {"data": {"limit": 3, "epochs": epochs}, "control": control}) as harness:
+            harness.begin(**SMALL)
+            assert admitted(harness) == found
+            assert len({request.prompt for request in harness.requests()}) == 3
 
 
-def test_admission_leaves_room_as_told(base: Path) -> None:
-    """`kv_reserve_tokens` and `kv_headroom`: more of either, fewer groups at once in the same room."""
+def test_admission_reserves_the_configured_kv_room(base: Path) -> None:
+    """Larger values of `kv_reserve_tokens` or `kv_headroom` admit fewer concurrent groups in the same KV cache."""
 
     def groups(**control: Any) -> int:
-        with supervisor(base, ONE, {"control": {"kv_reserve_tokens": 8, "kv_headroom": 0.0, **control}}) as part:
-            part.begin(max_requests=1000, kv_tokens=150)
-            return admitted(part)
+        with supervisor(base, ONE, {"control": {"kv_reserve_tokens": 8, "kv_headroom": 0.0, **control}}) as harness:
+            harness.begin(max_requests=1000, kv_tokens=150)
+            return admitted(harness)
 
     assert 0 < groups(kv_reserve_tokens=32) < groups()
     assert 0 < groups(kv_headroom=0.5) < groups()
 
 
 def test_a_group_with_too_few_survivors_fails(base: Path) -> None:
-    for least, fails in ((2, False), (3, True)):
-        with supervisor(base, ONE, {"control": {"group_size": 3, "min_survivors": least}}) as part:
-            part.begin(**ROOMY)
-            submit = part.submits()[0]
-            part.happen(e.TrajectoryFailed(trajectory=submit.requests[0].trajectory, reason="it failed"))
-            part.finish(m.SubmitRequests(slot=0, requests=submit.requests[1:]))
-            assert any(isinstance(one, c.GroupFailed) for one in part.commands) is fails
+    for minimum, fails in ((2, False), (3, True)):
+        with supervisor(base, ONE, {"control": {"group_size": 3, "min_survivors": minimum}}) as harness:
+            harness.begin(**ROOMY)
+            submit = harness.submits()[0]
+            harness.happen(e.TrajectoryFailed(trajectory=submit.requests[0].trajectory, reason="it failed"))
+            harness.finish(m.SubmitRequests(slot=0, requests=submit.requests[1:]))
+            assert any(isinstance(one, c.GroupFailed) for one in harness.commands) is fails
 
 
-def test_groups_are_streamed_only_if_told(base: Path) -> None:
+def test_groups_are_streamed_only_if_configured(base: Path) -> None:
     for stream in (True, False):
-        with supervisor(base, ONE, at("control.stream", stream)) as part:
-            part.begin(**ROOMY)
-            first, second, *_ = part.submits()
-            part.finish(first)
-            assert len(part.told("trainer", m.TrainGroups)) == (1 if stream else 0)
-            part.finish(second)
-            assert sum(len(one.groups) for one in part.told("trainer", m.TrainGroups)) == 2
+        with supervisor(base, ONE, at("control.stream", stream)) as harness:
+            harness.begin(**ROOMY)
+            first, second, *_ = harness.submits()
+            harness.finish(first)
+            assert len(harness.sent_to("trainer", m.TrainGroups)) == (1 if stream else 0)
+            harness.finish(second)
+            assert sum(len(one.groups) for one in harness.sent_to("trainer", m.TrainGroups)) == 2
 
 
 # -- deadlines ------------------------------------------------------------------------------------------------------
 
 
 def _begin(orchestrator: Orchestrator, *, loaded: bool = True) -> list[c.Command]:
-    """Version 0 is out and one instance is there, all at time 0; what was asked for."""
+    """Publish version 0 and add one instance, all at time 0; return the commands issued."""
     events: list[e.Event] = [
         e.TrainerReady(version=0),
         e.PromptsArrived(prompts=tuple(Prompt(key=str(n), tokens=5) for n in range(8)), last=False),
@@ -239,7 +248,7 @@ def _generated(orchestrator: Orchestrator, count: int, *, scored: bool) -> Orche
     ],
 )
 def test_a_wait_ends_at_its_deadline(base: Path, name: str, happens: Any, asked: type[c.Command]) -> None:
-    """Seven seconds for this wait and a day for all others: at the seventh something is done, and not before."""
+    """With seven seconds for this deadline and a day for all others, the command is issued at exactly seven seconds."""
     waits = ("load", "move", "score", "tool", "heartbeat", "progress", "train", "stall")
     deadlines = {one: 7.0 if one == name else 86_400.0 for one in waits}
     tree = tree_with(base, {"control": {"deadlines": deadlines, "rebalance_seconds": 86_400.0}})
@@ -254,121 +263,121 @@ def test_a_wait_ends_at_its_deadline(base: Path, name: str, happens: Any, asked:
     assert [one for one in late if isinstance(one, asked)]
 
 
-# -- judging --------------------------------------------------------------------------------------------------------
+# -- scoring --------------------------------------------------------------------------------------------------------
 
 
-def test_the_judge_weighs_functions_as_told(base: Path) -> None:
-    """`reward.functions` and `reward.weights`, as a judge's process hears them."""
+def test_the_scorer_applies_the_configured_functions_and_weights(base: Path) -> None:
+    """`reward.functions` and `reward.weights` take effect in a reward worker."""
 
-    def judged(**reward: Any) -> m.ScoreResult:
-        line: Any = Line()
+    def scored(**reward: Any) -> m.ScoreResult:
+        channel: Any = RecordingChannel()
         problem = Problem(key="0", prompt="1+1=", answer="2")
-        question = m.ScoreRequest(item=1, problem=problem, completion="2", tokens=(4,))
-        judge.serve(start(folder_of(base, {"reward": reward}), "reward"), line, [question, m.StopWorker()])
-        (found,) = line.of(m.ScoreResult)
+        request = m.ScoreRequest(item=1, problem=problem, completion="2", tokens=(4,))
+        reward_worker.serve(start(folder_of(base, {"reward": reward}), "reward"), channel, [request, m.StopWorker()])
+        (found,) = channel.of(m.ScoreResult)
         assert isinstance(found, m.ScoreResult)
         return found
 
-    assert judged(functions=["exact"]).reward == 1.0
-    assert judged(functions=["exact", "format:^[0-9]$"]).reward == 2.0
-    assert judged(functions=["exact", "format:^[0-9]$"], weights=[0.25, 3.0]).reward == 3.25
-    assert judged(functions=["exact", "format:^[a-z]$"], weights=[0.25, 3.0]).reward == 0.25
-    assert set(judged(functions=["task.py:reward"]).components) == {"reward"}
+    assert scored(functions=["exact"]).reward == 1.0
+    assert scored(functions=["exact", "format:^[0-9]$"]).reward == 2.0
+    assert scored(functions=["exact", "format:^[0-9]$"], weights=[0.25, 3.0]).reward == 3.25
+    assert scored(functions=["exact", "format:^[a-z]$"], weights=[0.25, 3.0]).reward == 0.25
+    assert set(scored(functions=["task.py:reward"]).components) == {"reward"}
 
 
-def test_a_question_is_due_after_its_timeout(base: Path) -> None:
-    """`reward.timeout_seconds`, and `environment.timeout_seconds` where there is an environment."""
-    with supervisor(base, ONE, at("reward.timeout_seconds", 7.0)) as part:
-        part.begin()
-        part.generated(part.submits()[0])
-        assert {one.timeout for one in part.run.supervisor.reward.pool._waiting} == {7.0}
-    with supervisor(base, ONE, TURNS, at("reward.timeout_seconds", 7.0)) as part:
-        part.begin()
-        assert {one.timeout for one in part.run.supervisor.reward.pool._waiting} == {11.0}
+def test_reward_requests_carry_the_configured_timeout(base: Path) -> None:
+    """The timeout is `reward.timeout_seconds`, or `environment.timeout_seconds` if there is an environment."""
+    with supervisor(base, ONE, at("reward.timeout_seconds", 7.0)) as harness:
+        harness.begin()
+        harness.generated(harness.submits()[0])
+        assert {one.timeout for one in harness.run.supervisor.reward.pool._waiting} == {7.0}
+    with supervisor(base, ONE, TURNS, at("reward.timeout_seconds", 7.0)) as harness:
+        harness.begin()
+        assert {one.timeout for one in harness.run.supervisor.reward.pool._waiting} == {11.0}
 
 
-def test_a_judge_is_asked_so_many_questions_at_once(base: Path) -> None:
-    """`reward.concurrency`, or `environment.concurrency` where there is an environment."""
-    with supervisor(base, ONE, at("reward.concurrency", 2)) as part:
-        part.begin()
-        for submit in part.submits():
-            part.generated(submit)
-        part.hear("reward0", m.WorkerReady())
-        assert len(part.told("reward0", m.ScoreRequest)) == 2
-    with supervisor(base, ONE, TURNS, at("reward.concurrency", 2)) as part:
-        part.begin()
-        part.hear("reward0", m.WorkerReady())
-        assert len(part.told("reward0", m.EnvRequest)) == 3
+def test_a_reward_worker_receives_the_configured_number_of_requests(base: Path) -> None:
+    """The limit is `reward.concurrency`, or `environment.concurrency` if there is an environment."""
+    with supervisor(base, ONE, at("reward.concurrency", 2)) as harness:
+        harness.begin()
+        for submit in harness.submits():
+            harness.generated(submit)
+        harness.receive("reward0", m.WorkerReady())
+        assert len(harness.sent_to("reward0", m.ScoreRequest)) == 2
+    with supervisor(base, ONE, TURNS, at("reward.concurrency", 2)) as harness:
+        harness.begin()
+        harness.receive("reward0", m.WorkerReady())
+        assert len(harness.sent_to("reward0", m.EnvRequest)) == 3
 
 
-# -- evaluation and figures -----------------------------------------------------------------------------------------
+# -- evaluation and metrics -----------------------------------------------------------------------------------------
 
 
-def test_versions_are_evaluated_as_often_as_told(base: Path) -> None:
-    """Each second version, and the last."""
+def test_versions_are_evaluated_at_the_configured_interval(base: Path) -> None:
+    """Every second version and the last version are evaluated."""
     changes = {"evaluation": {"every": 2}, "data": {"held_out": 2}, "control": {"steps": 5}}
-    with supervisor(base, changes) as part:
-        world: Any = part.run.supervisor
-        asked: list[int] = []
-        world.evaluation.evaluate = asked.append
+    with supervisor(base, changes) as harness:
+        supervisor_: Any = harness.run.supervisor
+        evaluated: list[int] = []
+        supervisor_.evaluation.evaluate = evaluated.append
         for version in range(6):
-            world.evaluation.version_published(version)
-        assert asked == [0, 2, 4, 5]
+            supervisor_.evaluation.version_published(version)
+        assert evaluated == [0, 2, 4, 5]
 
 
-def test_evaluation_may_have_data_of_its_own(base: Path) -> None:
-    """`evaluation.data`; otherwise `data.held_out` rows of the run's own."""
+def test_evaluation_may_have_separate_data(base: Path) -> None:
+    """Evaluation uses `evaluation.data` if set, and otherwise `data.held_out` rows of the run's data."""
     own = {"every": 1, "data": {"source": "task.py:problems", "params": {"count": 3}}}
     for evaluation, held_out, found in ((own, 2, 3), ({"every": 1}, 2, 2)):
-        with supervisor(base, {"evaluation": evaluation, "data": {"held_out": held_out}}) as part:
-            evaluation_: Any = part.run.supervisor.evaluation
+        with supervisor(base, {"evaluation": evaluation, "data": {"held_out": held_out}}) as harness:
+            evaluation_: Any = harness.run.supervisor.evaluation
             assert len(evaluation_._problems) == found
 
 
-def test_what_counts_as_right_is_as_told(base: Path) -> None:
-    """`evaluation.success_threshold`, in the figures of the run."""
+def test_accuracy_uses_the_configured_threshold(base: Path) -> None:
+    """`evaluation.success_threshold` determines the accuracy in the metrics of the run."""
     changes = {"evaluation": {"every": 1, "samples": 2, "success_threshold": 0.5}, "data": {"held_out": 2}}
-    with supervisor(base, changes) as part:
-        publish(part.folder)
-        part.begin()
-        part.hear(
+    with supervisor(base, changes) as harness:
+        publish(harness.folder)
+        harness.begin()
+        harness.receive(
             "evaluator", m.RolloutReady(spec=InstanceSpec(instance="e", max_requests=4, kv_tokens=100), kernels="")
         )
-        evaluation: Any = part.run.supervisor.evaluation
+        evaluation: Any = harness.run.supervisor.evaluation
         for reward in (0.49, 0.5, 0.7, 1.0):
             evaluation._scored(evaluation._running, reward)
-        part.run.metrics.flush()
-        (record,) = [one for one in lines(part.folder.metrics) if "evaluation" in one]
+        harness.run.metrics.flush()
+        (record,) = [one for one in lines(harness.folder.metrics) if "evaluation" in one]
     assert record["eval/held_out/accuracy"] == 0.75
 
 
-def test_so_many_groups_are_written_as_samples(base: Path) -> None:
+def test_the_configured_number_of_groups_is_written_as_samples(base: Path) -> None:
     for samples in (0, 1, 2):
-        with supervisor(base, ONE, at("logging.samples", samples)) as part:
-            part.begin(**ROOMY)
-            for submit in part.submits()[:2]:
-                part.finish(submit)
-            part.hear("trainer", m.StepMetrics(step=0, metrics={}))
-            part.run.metrics.flush()
-            written = lines(part.folder.samples) if part.folder.samples.exists() else []
+        with supervisor(base, ONE, at("logging.samples", samples)) as harness:
+            harness.begin(**ROOMY)
+            for submit in harness.submits()[:2]:
+                harness.finish(submit)
+            harness.receive("trainer", m.StepMetrics(step=0, metrics={}))
+            harness.run.metrics.flush()
+            written = lines(harness.folder.samples) if harness.folder.samples.exists() else []
         assert len({record["group"] for record in written}) == samples
         assert len(written) == 2 * samples
 
 
 SERVICE = """
 import json, pathlib
-_file = pathlib.Path(__file__).with_suffix(".said")
-def _say(**said):
+_file = pathlib.Path(__file__).with_suffix(".calls")
+def _record(**call):
     before = _file.read_text() if _file.exists() else ""
-    _file.write_text(before + json.dumps(said) + "\\n")
-def init(project, name, config): _say(project=project, seed=config["seed"])
-def log(figures): _say(**figures)
-def finish(): _say(finished=True)
+    _file.write_text(before + json.dumps(call) + "\\n")
+def init(project, name, config): _record(project=project, seed=config["seed"])
+def log(metrics): _record(**metrics)
+def finish(): _record(finished=True)
 """
 
 
-def test_figures_go_where_logging_says(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`logging.tensorboard`, `logging.wandb`, `logging.trackio`; the services are modules that note their calls."""
+def test_metrics_go_to_the_configured_trackers(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`logging.wandb` and `logging.trackio` use stub modules here; `logging.tensorboard` must write an event file."""
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("wandb", "trackio"):
         (tmp_path / f"{name}.py").write_text(SERVICE)
@@ -380,9 +389,9 @@ def test_figures_go_where_logging_says(base: Path, tmp_path: Path, monkeypatch: 
         for tracker in trackers(folder, folder.read()):
             tracker.log({"loss": 0.5}, 3)
             tracker.close()
-        said = [json.loads(line) for line in (tmp_path / f"{name}.said").read_text().splitlines()]
-        assert said == [{"project": "mine", "seed": 1}, {"loss": 0.5, "version": 3}, {"finished": True}]
-        del sys.modules[name]  # before the undoing of what was done above
+        calls = [json.loads(line) for line in (tmp_path / f"{name}.calls").read_text().splitlines()]
+        assert calls == [{"project": "mine", "seed": 1}, {"loss": 0.5, "version": 3}, {"finished": True}]
+        del sys.modules[name]  # remove it before monkeypatch restores the previous state
     pytest.importorskip("tensorboard")
     folder = folder_of(base, at("logging.tensorboard", True))
     (tracker,) = trackers(folder, folder.read())

@@ -1,6 +1,7 @@
-"""Every setting takes effect: each key of each configuration has a row with the function that reads it and a test.
+"""Check that every setting takes effect.
 
-A row is checked: the consumer exists and reads that key, and the proof is a test that exists and names the key.
+Each key of each configuration has a row that names a function that reads it and a test. For each row, the function must
+exist and read the key, and the test must exist in a file that mentions the key.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from tests.settings.reads import PACKAGE, ROOTS, Key, certain_readers, keys, rea
 from tests.settings.table import TABLES, Row
 
 TESTS = Path(__file__).parents[1]
-HOW = "tests/settings/table.py, which says how a row looks"
+HOW = "tests/settings/table.py, which describes the format of a row"
 
 
 @functools.cache
 def all_keys() -> dict[tuple[str, str], Key]:
-    """The keys of each root by their dotted path; a class that is in two roots counts in the first."""
+    """Return the keys of each root by dotted path; a class that occurs in two roots counts for the first."""
     seen: set[type] = set()
     return {(name, path): key for name in ROOTS for path, key in keys(root(name), seen=seen)}
 
@@ -31,7 +32,7 @@ def rows() -> list[tuple[str, str]]:
 
 @functools.cache
 def functions(file: Path) -> frozenset[str]:
-    """Of a module, as `function`, `Class` or `Class.function`."""
+    """Return the definitions in a module, as `function`, `Class` or `Class.function`."""
     found = set()
     for node in ast.parse(file.read_text()).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -43,16 +44,16 @@ def functions(file: Path) -> frozenset[str]:
 
 def test_every_key_has_a_row() -> None:
     missing = [(name, path, key) for (name, path), key in all_keys().items() if path not in TABLES[name]]
-    told = [
+    problems = [
         f"'{path}' of {name} has no row in {HOW}; it is read by: "
         f"{', '.join(sorted(certain_readers().get(key, ()))) or 'no function, so it has no effect'}"
         for name, path, key in missing
     ]
-    assert not told, "\n".join(told)
+    assert not problems, "\n".join(problems)
 
 
 @pytest.mark.parametrize(("name", "path"), rows(), ids=[f"{name}-{path}" for name, path in rows()])
-def test_the_row_is_true(name: str, path: str) -> None:
+def test_the_row_is_correct(name: str, path: str) -> None:
     row: Row = TABLES[name][path]
     key = all_keys().get((name, path))
     assert key is not None, f"there is no key '{path}' in {name} any more: remove its row from tests/settings/table.py"
@@ -64,18 +65,18 @@ def test_the_row_is_true(name: str, path: str) -> None:
         f"'{path}': {row.consumer} does not read it; these do: {', '.join(sorted(certain_readers().get(key, ())))}"
     )
     if not row.proof:
-        assert row.why, f"'{path}': name the test that shows its effect, or say why none is needed"
+        assert row.why, f"'{path}': name the test that shows its effect, or explain why none is needed"
         return
     where, _, test = row.proof.partition("::")
     proof = TESTS / where
     assert proof.is_file(), f"'{path}': there is no tests/{where}"
     assert test in functions(proof), f"'{path}': there is no {test} in tests/{where}"
     leaf = path.rpartition(".")[2]
-    assert leaf in proof.read_text(), f"'{path}': tests/{where} never says '{leaf}', so it can't show its effect"
+    assert leaf in proof.read_text(), f"'{path}': tests/{where} never mentions '{leaf}', so it cannot show its effect"
 
 
-def test_what_is_read_is_found_and_what_is_not_is_not() -> None:
-    """The search that the rows are checked with: a read through a property counts, one of another class does not."""
+def test_the_search_finds_exactly_the_keys_that_are_read() -> None:
+    """A read through a property counts; a read of the same name from another class does not."""
     assert "trainer.objective:micro_loss" in readers()["AlgorithmConfig", "clip_low"]
     assert "runtime.supervisor.rollout_client:RolloutClient.__init__" in readers()["SamplingConfig", "top_p"]
     assert "runtime.supervisor.reward_client:RewardClient.__init__" in readers()["RewardConfig", "timeout_seconds"]

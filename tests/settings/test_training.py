@@ -1,8 +1,8 @@
-"""Settings of training: from the config file through the trainer's process to the weights that it publishes.
+"""Training settings, from the config file through the trainer worker to the published weights.
 
-Each case is the same two steps on the same groups with one setting changed. What changes results must give other
-weights; what only saves memory or time must give the same. That the new weights are the right ones is shown where the
-formulas are: `tests/trainer`.
+Each case runs the same two steps on the same groups with one setting changed. A setting that affects results must
+change the weights; a setting that only saves memory or time must not. The tests in `tests/trainer` check that the
+formulas are correct.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from dora_rl.core.tokens import TokenChunk
 from dora_rl.runtime.transport import messages as m
 from tests.runtime.making import merged
-from tests.settings.workers import InstancePart, TrainerPart, at, folder_of
+from tests.settings.workers import InstanceHarness, TrainerHarness, at, folder_of
 
 STEPS = 2
 TRAINER = "trainer."
@@ -30,10 +30,10 @@ CAPS = {"trainer": {"algorithm": {"correction": "token_truncate", "correction_hi
 CONSTANT = {"trainer": {"algorithm": {"aggregation": "constant_length", "constant_length": 30}}}
 
 FREE = {"trainer": {"optimiser": {"epsilon": 1e-3, "max_gradient_norm": 1e6}}}
-"""AdamW forgets the size of a gradient, but for what clips it and for epsilon."""
+"""AdamW is insensitive to the scale of a gradient except through clipping and epsilon."""
 
 CHANGES: list[tuple[str, Any, dict[str, Any]]] = [
-    # key, another value, and what else is set on both sides
+    # key, changed value, and other settings that both runs share
     (OPTIMISER + "learning_rate", 2e-3, {}),
     (OPTIMISER + "betas", [0.5, 0.95], {}),
     (OPTIMISER + "betas", [0.9, 0.5], {}),
@@ -74,7 +74,7 @@ SAME: list[tuple[str, Any]] = [
 
 
 def groups(first: int, version: int) -> tuple[m.SampledGroup, ...]:
-    """Ragged groups off the policy by a little; the last has no signal."""
+    """Return slightly off-policy groups with responses of different lengths; the last group has no signal."""
     random = np.random.default_rng(first)
     made = []
     for number in range(first, first + 4):
@@ -104,18 +104,18 @@ def groups(first: int, version: int) -> tuple[m.SampledGroup, ...]:
 
 
 def trained(base: Path, *changes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, float]]:
-    """What is published after the steps, and the metrics of the last."""
-    with TrainerPart(folder_of(base, *changes)) as part:
+    """Return the weights published after the steps, and the metrics of the last step."""
+    with TrainerHarness(folder_of(base, *changes)) as harness:
         for step in range(STEPS):
-            metrics = part.step(groups(4 * step, step))
-        return part.weights(), metrics
+            metrics = harness.step(groups(4 * step, step))
+        return harness.weights(), metrics
 
 
 _KNOWN: dict[str, tuple[dict[str, Any], dict[str, float]]] = {}
 
 
 def usual(base: Path, *changes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, float]]:
-    """The same, kept: several cases start from it."""
+    """Return the cached result of `trained`, because several cases compare with it."""
     key = repr(changes)
     if key not in _KNOWN:
         _KNOWN[key] = trained(base, *changes)
@@ -123,7 +123,7 @@ def usual(base: Path, *changes: dict[str, Any]) -> tuple[dict[str, Any], dict[st
 
 
 def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """The largest difference of two sets of weights; without end where their shapes differ."""
+    """Return the largest difference between two sets of weights, or infinity if their shapes differ."""
     if {name: tensor.shape for name, tensor in one.items()} != {name: tensor.shape for name, tensor in other.items()}:
         return float("inf")
     return max(float((tensor - other[name]).abs().max()) for name, tensor in one.items())
@@ -141,25 +141,25 @@ def test_another_value_gives_other_weights(base: Path, key: str, value: Any, bes
 
 
 @pytest.mark.parametrize(("key", "value"), SAME, ids=[key for key, _ in SAME])
-def test_what_saves_memory_gives_the_same_weights(base: Path, key: str, value: Any) -> None:
-    # Adam's first steps have the size of the learning rate wherever a gradient is, so rounding shows as a share of it.
+def test_memory_settings_leave_the_weights_unchanged(base: Path, key: str, value: Any) -> None:
+    # Adam's first steps are as large as the learning rate for any nonzero gradient, which amplifies rounding errors.
     beside = at(OPTIMISER + "epsilon", 1e-4)
     assert distance(trained(base, beside, at(key, value))[0], usual(base, beside)[0]) < 1e-5
 
 
-def test_what_saves_memory_is_done(base: Path) -> None:
-    """The results are the same, so what they cost is looked at."""
-    with TrainerPart(folder_of(base, at(TRAINER + "gradient_checkpointing", True))) as part:
-        assert any(getattr(module, "gradient_checkpointing", False) for module in part.trainer.model.modules())
-    with TrainerPart(folder_of(base, at(OPTIMISER + "offload", True))) as part:
-        held = part.trainer.optimiser.adamw.param_groups[0]["params"]
-        assert not {id(one) for one in held} & {id(one) for one in part.trainer.optimiser.parameters}
+def test_memory_settings_take_effect(base: Path) -> None:
+    """The results are the same, so this test inspects how they are computed."""
+    with TrainerHarness(folder_of(base, at(TRAINER + "gradient_checkpointing", True))) as harness:
+        assert any(getattr(module, "gradient_checkpointing", False) for module in harness.trainer.model.modules())
+    with TrainerHarness(folder_of(base, at(OPTIMISER + "offload", True))) as harness:
+        held = harness.trainer.optimiser.adamw.param_groups[0]["params"]
+        assert not {id(one) for one in held} & {id(one) for one in harness.trainer.optimiser.parameters}
     passes = {}
     for size in (4096, 80):
-        with TrainerPart(folder_of(base, at(TRAINER + "micro_batch_tokens", size))) as part:
+        with TrainerHarness(folder_of(base, at(TRAINER + "micro_batch_tokens", size))) as harness:
             passes[size] = 0
-            part.trainer.policy.register_forward_hook(lambda *_, size=size: passes.update({size: passes[size] + 1}))
-            part.process._handle(m.TrainGroups(step=0, attempt=0, groups=groups(0, 0)))
+            harness.trainer.policy.register_forward_hook(lambda *_, size=size: passes.update({size: passes[size] + 1}))
+            harness.process._handle(m.TrainGroups(step=0, attempt=0, groups=groups(0, 0)))
     assert passes[80] > passes[4096] == 1
 
 
@@ -169,49 +169,49 @@ def test_updates_are_counted(base: Path) -> None:
     assert trained(base, at(TRAINER + "mini_batches", 2), at(TRAINER + "epochs", 3))[1]["batch/updates"] == 6
 
 
-def test_a_mini_batch_is_a_part_of_the_groups(base: Path) -> None:
-    """Two mini-batches are two updates with half of the groups each, two epochs two updates with all of them."""
+def test_a_mini_batch_is_a_subset_of_the_groups(base: Path) -> None:
+    """Two mini-batches are two updates on half of the groups each; two epochs are two updates on all groups."""
     halves, wholes = trained(base, at(TRAINER + "mini_batches", 2))[0], trained(base, at(TRAINER + "epochs", 2))[0]
     assert distance(halves, wholes) > 1e-6
 
 
-def test_the_trainer_takes_the_temperature_of_sampling(base: Path) -> None:
-    """Its log-probs are those that rollout sampled with: nothing lies between engine and trainer."""
+def test_the_trainer_uses_the_sampling_temperature(base: Path) -> None:
+    """The trainer computes the same log-probs that the engine sampled with."""
     for temperature in (0.6, 1.7):
         folder = folder_of(base, at("sampling.temperature", temperature))
-        with TrainerPart(folder) as trainer:
+        with TrainerHarness(folder) as trainer:
             trainer.publish()
-            assert trainer.step(said(InstancePart(folder), folder, 0))["mismatch_gap"] < 1e-4
+            assert trainer.step(sampled_group(InstanceHarness(folder), folder, 0))["mismatch_gap"] < 1e-4
 
 
 @pytest.mark.parametrize("alpha", [2, 8])
 def test_engine_and_trainer_scale_an_adapter_alike(base: Path, alpha: int) -> None:
-    """Also after it has moved: a scale that only one of them uses shows in the log-probs of the next version."""
+    """The log-probs also agree after an update, where a difference in scale would become visible."""
     folder = folder_of(base, LORA, at(TRAINER + "lora.alpha", alpha), at(OPTIMISER + "learning_rate", 0.05))
-    with TrainerPart(folder) as trainer:
+    with TrainerHarness(folder) as trainer:
         trainer.publish()
-        instance = InstancePart(folder)
-        fresh = said(instance, folder, 0)
+        instance = InstanceHarness(folder)
+        fresh = sampled_group(instance, folder, 0)
         trainer.step(groups(0, 0))
         instance.load(1)
-        assert trainer.step(said(instance, folder, 1))["mismatch_gap"] < 1e-4
+        assert trainer.step(sampled_group(instance, folder, 1))["mismatch_gap"] < 1e-4
     assert b"".join(one.chunks[0].logprob_data for one in fresh[0].trajectories) != b"".join(
-        one.chunks[0].logprob_data for one in said(instance, folder, 1)[0].trajectories
+        one.chunks[0].logprob_data for one in sampled_group(instance, folder, 1)[0].trajectories
     ), "the adapter has not moved, so this shows nothing"
 
 
 def test_the_scale_of_an_adapter_is_alpha_over_rank(base: Path) -> None:
-    """What is served is the base with alpha / rank times the adapter, added by hand in a plain model."""
+    """The served log-probs match a plain model to which alpha / rank times the adapter was added explicitly."""
     from transformers import AutoModelForCausalLM
 
     found = {}
     for alpha in (8, 16):
         folder = folder_of(base, LORA, at(TRAINER + "lora.alpha", alpha))
-        with TrainerPart(folder) as trainer, torch.no_grad():
+        with TrainerHarness(folder) as trainer, torch.no_grad():
             for parameter in trainer.trainer.optimiser.parameters:
                 parameter.fill_(0.05)
             trainer.publish()
-            (group,) = said(InstancePart(folder), folder, 0)
+            (group,) = sampled_group(InstanceHarness(folder), folder, 0)
         plain: Any = AutoModelForCausalLM.from_pretrained(base / "model")
         with torch.no_grad():
             for layer in plain.model.layers:
@@ -228,8 +228,8 @@ def test_the_scale_of_an_adapter_is_alpha_over_rank(base: Path) -> None:
     assert found[8] != found[16]
 
 
-def said(instance: InstancePart, folder: Any, version: int) -> tuple[m.SampledGroup, ...]:
-    """A group that the instance says, as the trainer gets it."""
+def sampled_group(instance: InstanceHarness, folder: Any, version: int) -> tuple[m.SampledGroup, ...]:
+    """Return a group that the instance generates, in the form that the trainer receives."""
     from dora_rl.engine.requests import Request
 
     sampling = folder.read().request_sampling((1,))
@@ -246,21 +246,21 @@ def said(instance: InstancePart, folder: Any, version: int) -> tuple[m.SampledGr
                     version=version,
                     prompt=np.asarray(prompt, dtype=np.int32).tobytes(),
                     chunks=(TokenChunk.of(one, tokens[one], instance.logprobs[one], version=version),),
-                    reward=float(place),
+                    reward=float(index),
                     stop_reason="stop",
                 )
-                for place, one in enumerate(numbers)
+                for index, one in enumerate(numbers)
             ),
         ),
     )
 
 
 @pytest.mark.parametrize(("every", "keep", "found"), [(1, 2, [3, 4]), (1, 3, [2, 3, 4]), (2, 2, [2, 4]), (3, 2, [3])])
-def test_checkpoints_are_written_and_kept_as_told(base: Path, every: int, keep: int, found: list[int]) -> None:
+def test_checkpoints_are_written_and_kept_as_configured(base: Path, every: int, keep: int, found: list[int]) -> None:
     from dora_rl.trainer import checkpoint
 
     folder = folder_of(base, {"checkpoint": {"every": every, "keep": keep}})
-    with TrainerPart(folder) as part:
+    with TrainerHarness(folder) as harness:
         for step in range(4):
-            part.step(groups(4 * step, step))
+            harness.step(groups(4 * step, step))
     assert checkpoint.versions(folder.checkpoints) == found

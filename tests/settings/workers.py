@@ -1,7 +1,7 @@
-"""The parts of a run in the test's own process, each told its settings as in a run: file, record, first message.
+"""Test harnesses that run the supervisor, trainer or rollout worker of a run inside the test process.
 
-A part is built from the `Start` message that the supervisor would send it and hears the messages that it would hear;
-what it says is kept.
+Settings reach each of them as they do in a run: through the config file, the run directory and the `StartWorker`
+message. A harness passes a worker the messages that the supervisor would send, and records the messages that it sends.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NUMBERS = itertools.count()
 
 
 def tree_with(base: Path, *changes: dict[str, Any]) -> dict[str, Any]:
-    """The small job's settings with these put over them."""
+    """Return the settings of the small test job with the given changes merged into them."""
     tree = settings(base)
     for change in changes:
         tree = merged(tree, change)
@@ -45,7 +45,7 @@ def tree_with(base: Path, *changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def at(path: str, value: Any) -> dict[str, Any]:
-    """One dotted key as a tree."""
+    """Return a nested dictionary that sets one dotted key."""
     for part in reversed(path.split(".")):
         value = {part: value}
     tree: dict[str, Any] = value
@@ -53,12 +53,12 @@ def at(path: str, value: Any) -> dict[str, Any]:
 
 
 def folder_of(base: Path, *changes: dict[str, Any]) -> RunDir:
-    """A run that has not begun."""
+    """Create the run directory of a run that has not started."""
     return make_run(base, f"settings-{os.getpid()}-{next(_NUMBERS)}", tree_with(base, *changes))
 
 
 def start(folder: RunDir, role: str, name: str = "i0.1") -> m.StartWorker:
-    """The first message of the supervisor to a process, over the wire."""
+    """Return the first message that the supervisor sends to a worker, encoded and decoded once."""
     message = m.StartWorker(
         role=role,
         name=name,
@@ -71,68 +71,68 @@ def start(folder: RunDir, role: str, name: str = "i0.1") -> m.StartWorker:
     return msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=m.StartWorker)
 
 
-class Line:
-    """The channel of a worker: keeps the messages that it sends."""
+class RecordingChannel:
+    """A replacement for a worker's channel that records the messages sent through it."""
 
     closed = False
     last_sent_at = float("inf")
 
     def __init__(self) -> None:
-        self.said: list[Any] = []
+        self.sent: list[Any] = []
 
     def send(self, message: msgspec.Struct) -> None:
-        self.said.append(msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=m.FromWorker))
+        self.sent.append(msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=m.FromWorker))
 
     def close(self) -> None:
         """A reward worker closes its channel in the processes that it forks."""
 
     def of(self, kind: type[Any]) -> list[Any]:
-        return [one for one in self.said if isinstance(one, kind)]
+        return [one for one in self.sent if isinstance(one, kind)]
 
 
-class TrainerPart:
-    """A trainer worker in the process of the test."""
+class TrainerHarness:
+    """A trainer worker inside the test process."""
 
     def __init__(self, folder: RunDir) -> None:
-        self.line = Line()
-        channel: Any = self.line
+        self.channel = RecordingChannel()
+        channel: Any = self.channel
         self.folder = folder
         self.process = TrainerWorker(start(folder, "trainer", "trainer.1"), channel, "127.0.0.1")
         self.trainer = self.process._trainer
 
-    def __enter__(self) -> TrainerPart:
+    def __enter__(self) -> TrainerHarness:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.process._lock.close()
 
     def step(self, groups: tuple[m.SampledGroup, ...]) -> dict[str, float]:
-        """One step as the supervisor asks for it; its metrics."""
+        """Run one training step with the supervisor's messages and return its metrics."""
         number = self.trainer.version
         self.process._handle(m.TrainGroups(step=number, attempt=0, groups=groups))
         self.process._handle(
             m.RunCommand(command=c.Apply(step=number, attempt=0, groups=tuple(one.id for one in groups)))
         )
         self.publish()
-        figures: dict[str, float] = self.line.of(m.StepMetrics)[-1].metrics
-        return figures
+        metrics: dict[str, float] = self.channel.of(m.StepMetrics)[-1].metrics
+        return metrics
 
     def publish(self) -> None:
         self.process._handle(m.RunCommand(command=c.Publish(version=self.trainer.version, attempt=0)))
 
     def weights(self) -> dict[str, Any]:
-        """What is published last."""
+        """Return the weights that were published last."""
         with self.folder.store(self.folder.read()).lease(self.trainer.version) as lease:
             return {name: tensor.clone() for name, tensor in lease.tensors().items()}
 
 
-class InstancePart:
-    """A rollout instance that serves what the run's store has."""
+class InstanceHarness:
+    """A rollout worker inside the test process that serves weights from the run's weight store."""
 
     def __init__(self, folder: RunDir, version: int = 0) -> None:
-        self.line = Line()
-        channel: Any = self.line
-        with mock.patch("os.nice"):  # the test's process is not to wait for all others
+        self.channel = RecordingChannel()
+        channel: Any = self.channel
+        with mock.patch("os.nice"):  # do not lower the priority of the test process
             self.instance = RolloutWorker(start(folder, "instance"), channel, LocalDataPlane())
         self.engine: Any = self.instance._engine
         self.load(version)
@@ -142,25 +142,25 @@ class InstancePart:
         self.engine.wait_for_loads()
 
     def answer(self, submit: m.SubmitRequests) -> dict[int, list[int]]:
-        """The tokens of each request, and their log-probs in `logprobs`."""
+        """Return the tokens generated for each request; their log-probs are in `logprobs`."""
         self.instance._handle(submit)
         while self.engine.busy:
             self.instance._take(self.engine.step())
         self.instance._send(force=True)
-        said: dict[int, list[int]] = {request.trajectory: [] for request in submit.requests}
-        self.logprobs: dict[int, list[float]] = {number: [] for number in said}
-        for report in self.line.of(m.RolloutReport):
+        tokens: dict[int, list[int]] = {request.trajectory: [] for request in submit.requests}
+        self.logprobs: dict[int, list[float]] = {number: [] for number in tokens}
+        for report in self.channel.of(m.RolloutReport):
             for chunk in report.chunks:
-                said[chunk.trajectory] += chunk.tokens.tolist()
+                tokens[chunk.trajectory] += chunk.tokens.tolist()
                 self.logprobs[chunk.trajectory] += chunk.logprobs.tolist()
-        self.ended = {one.trajectory: one.reason for report in self.line.of(m.RolloutReport) for one in report.ended}
-        self.line.said.clear()
-        return said
+        self.ended = {one.trajectory: one.reason for report in self.channel.of(m.RolloutReport) for one in report.ended}
+        self.channel.sent.clear()
+        return tokens
 
 
 @dataclass(eq=False)
-class Seat:
-    """A worker without a process: keeps the messages that are sent to it."""
+class FakeWorker:
+    """A worker without a process that records the messages sent to it."""
 
     role: str
     link: socket.socket
@@ -168,7 +168,7 @@ class Seat:
     node: str = ""
     pending: bool = False
     ended: bool = False
-    heard: list[Any] = field(default_factory=list)
+    received: list[Any] = field(default_factory=list)
 
     def alive(self) -> bool:
         return not self.ended
@@ -180,22 +180,22 @@ class Seat:
         self.ended = True
         self.channel.close()
 
-    def listen(self, kind: type[Any]) -> list[Any]:
-        """The messages of one kind that it has received so far."""
-        self.heard += [] if self.ended else self.channel.receive()
-        return [one for one in self.heard if isinstance(one, kind)]
+    def messages(self, kind: type[Any]) -> list[Any]:
+        """Return the messages of one type that were received so far."""
+        self.received += [] if self.ended else self.channel.receive()
+        return [one for one in self.received if isinstance(one, kind)]
 
 
-class Seats:
-    """A backend that starts no process."""
+class FakeBackend:
+    """A backend that starts no processes."""
 
     def __init__(self) -> None:
-        self.seats: dict[str, Seat] = {}
+        self.workers: dict[str, FakeWorker] = {}
 
-    def start(self, role: str, worker_id: str, name: str) -> Seat:
+    def start(self, role: str, worker_id: str, name: str) -> FakeWorker:
         ours, theirs = socket.socketpair()
-        self.seats[worker_id] = Seat(role, ours, Channel(theirs, m.ToWorker))  # type: ignore[arg-type]
-        return self.seats[worker_id]
+        self.workers[worker_id] = FakeWorker(role, ours, Channel(theirs, m.ToWorker))  # type: ignore[arg-type]
+        return self.workers[worker_id]
 
     def cores(self, node: str) -> int:
         return 8
@@ -215,25 +215,25 @@ class Seats:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Empty(Machine):
-    """A machine on which no process is started."""
+class FakeMachine(Machine):
+    """A machine whose backend starts no processes."""
 
-    seats: Seats
+    fake_backend: FakeBackend
 
     def backend(self, run_dir: RunDir) -> Any:
-        return self.seats
+        return self.fake_backend
 
 
-class SupervisorPart:
-    """A supervisor over places at which nobody sits; the test says what processes would say."""
+class SupervisorHarness:
+    """A supervisor without worker processes; the test supplies the messages that workers would send."""
 
     def __init__(self, folder: RunDir) -> None:
         self.folder = folder
-        self.backend = Seats()
+        self.backend = FakeBackend()
         self.notices: list[str] = []
         self.commands: list[c.Command] = []
-        """All that the orchestrator has asked for."""
-        self.run = Run(folder, machine=Empty(seats=self.backend), notify=self.notices.append)
+        """All commands that the orchestrator has issued."""
+        self.run = Run(folder, machine=FakeMachine(fake_backend=self.backend), notify=self.notices.append)
         backend: Any = self.backend
         self.run.supervisor.start(Scaling(folder, backend))
 
@@ -242,82 +242,85 @@ class SupervisorPart:
         return self.run._ledger
 
     def happen(self, *events: e.Event) -> None:
-        """These happen, and all that follows from them at once."""
-        world: Any = self.run.supervisor
+        """Process the given events and all events that follow from them immediately."""
+        supervisor: Any = self.run.supervisor
         for event in events:
-            world.emit(event)
-        while world._events:
-            event, now = world.next_event(None)
+            supervisor.emit(event)
+        while supervisor._events:
+            event, now = supervisor.next_event(None)
             commands = self.run.orchestrator.step(event, now)
             self.commands += commands
-            world.execute(commands)
+            supervisor.execute(commands)
 
     def begin(self, **spec: Any) -> None:
-        """The trainer is there with version 0, and all instances with that loaded."""
+        """Report that the trainer has published version 0 and that all instances have loaded it."""
         room = {"slots": 1, "max_requests": 4, "kv_tokens": 10_000} | spec
         self.happen(e.TrainerReady(version=0))
         self.happen(e.Published(version=0, attempt=1, fingerprint="v0"))
-        for place, seat in list(self.backend.seats.items()):
-            if seat.role == "instance" and place != "evaluator":
-                self.hear(place, m.RolloutReady(spec=InstanceSpec(instance=f"{place}.1", **room), kernels=""))
-                self.happen(e.SlotLoaded(slot=SlotId(f"{place}.1", 0), version=0, fingerprint="v0"))
+        for worker_id, worker in list(self.backend.workers.items()):
+            if worker.role == "instance" and worker_id != "evaluator":
+                self.receive(
+                    worker_id, m.RolloutReady(spec=InstanceSpec(instance=f"{worker_id}.1", **room), kernels="")
+                )
+                self.happen(e.SlotLoaded(slot=SlotId(f"{worker_id}.1", 0), version=0, fingerprint="v0"))
 
     def requests(self) -> list[Any]:
         return [request for submit in self.submits() for request in submit.requests]
 
     def process(self, worker_id: str) -> Any:
-        """The supervisor's end of a place."""
-        world: Any = self.run.supervisor
-        return next(one for one in world._processes.workers if one.worker_id == worker_id)
+        """Return the supervisor's record of a worker."""
+        supervisor: Any = self.run.supervisor
+        return next(one for one in supervisor._processes.workers if one.worker_id == worker_id)
 
-    def hear(self, place: str, message: m.Message) -> None:
-        """A process says something."""
-        world: Any = self.run.supervisor
-        world.receive(self.process(place), message)
+    def receive(self, worker_id: str, message: m.Message) -> None:
+        """Pass the supervisor a message as if the worker had sent it."""
+        supervisor: Any = self.run.supervisor
+        supervisor.receive(self.process(worker_id), message)
         self.happen()
 
-    def generated(self, submit: m.SubmitRequests, place: str = "i0") -> None:
-        """An instance has generated these; they are to be judged."""
+    def generated(self, submit: m.SubmitRequests, worker_id: str = "i0") -> None:
+        """Report that an instance has generated these requests, which then wait to be scored."""
         for request in submit.requests:
-            told: dict[str, Any] = {
+            fields: dict[str, Any] = {
                 "trajectory": request.trajectory,
                 "attempt": 0,
-                "instance": f"{place}.1",
+                "instance": f"{worker_id}.1",
                 "version": 0,
             }
-            self.happen(e.Generated(**told, fingerprint="v0", tokens=1, kv_tokens=0))
+            self.happen(e.Generated(**fields, fingerprint="v0", tokens=1, kv_tokens=0))
 
-    def finish(self, submit: m.SubmitRequests, place: str = "i0") -> None:
-        """They are generated and judged."""
-        self.generated(submit, place)
+    def finish(self, submit: m.SubmitRequests, worker_id: str = "i0") -> None:
+        """Report that these requests are generated and scored."""
+        self.generated(submit, worker_id)
         for request in submit.requests:
             self.happen(e.Scored(trajectory=request.trajectory, reward=float(request.trajectory % 2)))
 
-    def told(self, place: str, kind: type[Any]) -> list[Any]:
-        return self.backend.seats[place].listen(kind)
+    def sent_to(self, worker_id: str, kind: type[Any]) -> list[Any]:
+        """Return the messages of one type that the supervisor has sent to a worker."""
+        return self.backend.workers[worker_id].messages(kind)
 
     def submits(self) -> list[m.SubmitRequests]:
-        """All requests to all instances."""
-        places = [place for place, seat in self.backend.seats.items() if seat.role == "instance"]
-        return [one for place in places for one in self.told(place, m.SubmitRequests)]
+        """Return the submissions sent to all instances."""
+        worker_ids = [worker_id for worker_id, worker in self.backend.workers.items() if worker.role == "instance"]
+        return [one for worker_id in worker_ids for one in self.sent_to(worker_id, m.SubmitRequests)]
 
     def close(self) -> None:
-        for seat in self.backend.seats.values():
-            seat.kill()
+        for worker in self.backend.workers.values():
+            worker.kill()
         self.run.close()
 
 
 @contextmanager
-def supervisor(base: Path, *changes: dict[str, Any]) -> Iterator[SupervisorPart]:
-    """A supervisor with these settings."""
-    part = SupervisorPart(folder_of(base, *changes))
+def supervisor(base: Path, *changes: dict[str, Any]) -> Iterator[SupervisorHarness]:
+    """Provide a supervisor with the given changes to its settings."""
+    harness = SupervisorHarness(folder_of(base, *changes))
     try:
-        yield part
+        yield harness
     finally:
-        part.close()
+        harness.close()
 
 
 def publish(folder: RunDir) -> None:
-    """The run's trainer publishes version 0."""
-    with TrainerPart(folder) as trainer:
+    """Publish version 0 with the run's trainer."""
+    with TrainerHarness(folder) as trainer:
         trainer.publish()
