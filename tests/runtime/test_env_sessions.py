@@ -1,4 +1,4 @@
-"""Trajectories of several turns in a real run: what the environment said is there, is not trained, and is not lost."""
+"""Multi-turn trajectories in a real run: their observations are recorded, not trained on, and not lost."""
 
 from __future__ import annotations
 
@@ -95,21 +95,21 @@ def tree(base: Path, kind: str = "Counter", **control: Any) -> dict[str, Any]:
 
 
 def spans(folder: RunDir) -> dict[int, list[tuple[int, bytes]]]:
-    """The spans of tokens of the trajectories that are kept, in order: (whether the policy sampled them, tokens)."""
-    parts: dict[int, list[tuple[int, bytes]]] = {}
+    """The token spans of each kept trajectory, in order: (whether the policy sampled them, tokens)."""
+    found: dict[int, list[tuple[int, bytes]]] = {}
     with connect(folder.ledger) as connection:
         query = "SELECT trajectory, sampled, tokens FROM tokens ORDER BY trajectory, start"
         for trajectory, sampled, tokens in connection.execute(query):
-            row = parts.setdefault(trajectory, [])
+            row = found.setdefault(trajectory, [])
             if row and row[-1][0] == sampled:
                 row[-1] = (sampled, row[-1][1] + tokens)
             else:
                 row.append((sampled, tokens))
-    return parts
+    return found
 
 
 @pytest.mark.parametrize("place", [None, "reward0", "i0"])
-def test_turns_are_whole_also_when_a_process_is_lost(host: Host, base: Path, place: str | None) -> None:
+def test_turns_are_complete_also_when_a_process_is_lost(host: Host, base: Path, place: str | None) -> None:
     changes = {"checkpoint": {"every": 50}, "rollout": {"instances": 3}}
     run = host.start(make_run(base, f"turns-{place}", merged(tree(base), changes)))
     if place is not None:
@@ -117,21 +117,21 @@ def test_turns_are_whole_also_when_a_process_is_lost(host: Host, base: Path, pla
     outcome = run.wait()
     assert broken(run, outcome, 4) == []
     letters = {letter: token for token, letter in enumerate("0123456789*+=", start=2)}
-    found = 0
-    for parts in spans(run.folder).values():
-        heard = [memoryview(tokens).cast("i").tolist() for sampled, tokens in parts if not sampled]
+    complete = 0
+    for turns in spans(run.folder).values():
+        observations = [memoryview(tokens).cast("i").tolist() for sampled, tokens in turns if not sampled]
         expected = [[letters["1"], letters["+"]], [letters["1"], letters["*"]], [letters["2"], letters["*"]]]
-        assert heard == expected[: len(heard)]
-        assert [sampled for sampled, _ in parts] == [0, 1, 0, 1, 0, 1][: len(parts)]
-        found += len(heard) == TURNS
-    assert found, "no trajectory had all its turns"
+        assert observations == expected[: len(observations)]
+        assert [sampled for sampled, _ in turns] == [0, 1, 0, 1, 0, 1][: len(turns)]
+        complete += len(observations) == TURNS
+    assert complete, "no trajectory had all its turns"
     with connect(run.folder.ledger) as connection:
         rewards = {reward for (reward,) in connection.execute("SELECT reward FROM trajectories WHERE failed IS NULL")}
-    # Each turn that was taken gave its part; one that ran to the length limit has had fewer.
+    # Each turn adds its reward; a trajectory that reached the length limit has fewer turns.
     assert rewards <= {0.0, 0.25, 0.5, 1.5}
 
 
-def test_an_environment_that_raises_costs_its_trajectory_alone(host: Host, base: Path) -> None:
+def test_an_environment_that_raises_fails_only_its_trajectory(host: Host, base: Path) -> None:
     run = host.start(make_run(base, "turns-fail", tree(base, "Fails", group_size=4)))
     outcome = run.wait()
     assert broken(run, outcome, 4) == []
@@ -143,7 +143,7 @@ def test_an_environment_that_raises_costs_its_trajectory_alone(host: Host, base:
     assert all("odd" in reason for reason in reasons)
 
 
-def test_an_environment_that_says_nothing_costs_its_trajectory_alone(host: Host, base: Path) -> None:
+def test_an_environment_without_an_observation_fails_only_its_trajectory(host: Host, base: Path) -> None:
     run = host.start(make_run(base, "turns-silent", tree(base, "Silent", group_size=4)))
     assert broken(run, run.wait(), 4) == []
     with connect(run.folder.ledger) as connection:
@@ -151,7 +151,7 @@ def test_an_environment_that_says_nothing_costs_its_trajectory_alone(host: Host,
     assert reasons == {"environment, step: it returned no observation, though it is not done"}
 
 
-def test_what_does_not_fit_the_context_ends_the_trajectory(host: Host, base: Path) -> None:
+def test_an_observation_that_does_not_fit_the_context_ends_the_trajectory(host: Host, base: Path) -> None:
     more = {"rollout": {"engine": {"max_context": 64}}, "control": {"max_response_tokens": 200}}
     run = host.start(make_run(base, "turns-context", merged(tree(base, "Talks"), more)))
     assert broken(run, run.wait(), 4) == []
@@ -162,7 +162,7 @@ def test_what_does_not_fit_the_context_ends_the_trajectory(host: Host, base: Pat
 
 
 @pytest.mark.parametrize(("kind", "concurrency"), [("Together", 1), ("Together", 4), ("Awaits", 4)])
-def test_a_worker_asks_as_many_environments_at_once_as_it_may(
+def test_a_worker_steps_environments_up_to_its_concurrency_at_once(
     host: Host, base: Path, tmp_path: Path, kind: str, concurrency: int
 ) -> None:
     file = tmp_path / "inside"
@@ -174,7 +174,7 @@ def test_a_worker_asks_as_many_environments_at_once_as_it_may(
 
 
 @pytest.mark.parametrize("hang", [True, False])
-def test_an_environment_that_hangs_or_crashes_harms_no_other_of_its_worker(host: Host, base: Path, hang: bool) -> None:
+def test_an_environment_that_hangs_or_crashes_fails_no_other_on_its_worker(host: Host, base: Path, hang: bool) -> None:
     environment = {"params": {"hang": hang}, "concurrency": 4, "timeout_seconds": 20.0 if hang else 600.0}
     settings = {"environment": environment, "reward": {"workers": 1}, "supervision": {"restarts": 0}}
     run = host.start(make_run(base, f"turns-harm-{hang}", merged(tree(base, "Harms"), settings)))
@@ -189,8 +189,8 @@ def test_an_environment_that_hangs_or_crashes_harms_no_other_of_its_worker(host:
         assert ("longer than" if hang else "died") in why
 
 
-def test_held_out_prompts_are_played_through_the_environment(host: Host, base: Path) -> None:
-    """More prompts than the engine of the evaluator has room for at once."""
+def test_held_out_prompts_are_evaluated_in_the_environment(host: Host, base: Path) -> None:
+    """There are more prompts than the evaluator's engine can hold at once."""
     changes = {
         "data": {"held_out": 6},
         "evaluation": {"every": 2, "success_threshold": 1.5},
@@ -204,11 +204,11 @@ def test_held_out_prompts_are_played_through_the_environment(host: Host, base: P
     for line in found:
         assert line["eval/held_out/failed"] == 0
         assert 0 < line["eval/held_out/reward"] <= 1.5
-        assert line["eval/held_out/response_length"] > 2, "what the environment said first counts already"
+        assert line["eval/held_out/response_length"] > 2, "the first observation counts"
     assert any(line["eval/held_out/accuracy"] > 0 for line in found), "no trajectory had all its turns"
 
 
-def test_an_environment_that_harms_costs_its_held_out_prompt_alone(host: Host, base: Path) -> None:
+def test_an_environment_that_crashes_fails_only_its_held_out_prompt(host: Host, base: Path) -> None:
     settings = {"environment": {"params": {"hang": False}, "concurrency": 4}, "supervision": {"restarts": 0}}
     evaluation = {"data": {"held_out": 10}, "evaluation": {"every": 4}}
     run = host.start(make_run(base, "turns-evaluation-harm", merged(merged(tree(base, "Harms"), settings), evaluation)))

@@ -1,4 +1,4 @@
-"""Several versions at work at once, in a real run: forced by an environment that waits for it, so no clock decides."""
+"""Several policy versions generate at once in a real run: an environment waits for it, so timing does not matter."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from tests.runtime.making import PATIENCE, lines, make_run, merged, settings
 
 GROUP = 2
 BATCH = 2
-STEPS = 8  # so that there are groups left for the later versions
+STEPS = 8  # enough that groups remain for the later versions
 ENVIRONMENT = """
 import json
 import time
 
 class Waits:
-    '''Answers no faster than new versions come to work, and some groups not at all until three have.
+    '''Answers no faster than new versions start, and holds some groups until three versions have started.
 
-    No group begins to generate before version 0 has groups on all instances, since one or two have no room for all.
-    Then the first group of a version on each of two instances is held until three versions have begun; of the others, a
-    step's worth is answered for each version that has begun. So no version is skipped, versions 0 and 1 hold all
-    instances, and one of the first three versions gets its slot by a move, in whatever order the instances come.
+    No group generates before version 0 has groups on all instances, since one or two instances have no room for all.
+    Then the first group of a version on each of two instances is held until three versions have started. Of the other
+    groups, one step's worth is answered for each version that has started. So no version is skipped, versions 0 and 1
+    occupy all instances, and one of the first three versions gets its slot by a move, in any order of the instances.
     '''
 
     def __init__(self, log, instances, batch):
@@ -65,13 +65,13 @@ class Waits:
                 free.append(key)
         if len(begun) >= 3:
             return False
-        # One that is not in the log yet waits: it is written half a second at a time.
+        # A group that is not in the log yet waits: the log is written every half second.
         return self.prompt not in free[: self.batch * len(begun)]
 """
 
 
 def live(folder: RunDir) -> int:
-    """The most versions that had running requests at once."""
+    """The largest number of versions that had running requests at once."""
     running: Counter[int] = Counter()
     version: dict[int, int] = {}
     most = 0
@@ -87,7 +87,7 @@ def live(folder: RunDir) -> int:
     return most
 
 
-def test_three_versions_are_live_and_make_room_by_moving_what_waits_for_its_environment(
+def test_three_versions_are_live_and_make_room_by_moving_parked_trajectories(
     host: Host, base: Path, tmp_path: Path
 ) -> None:
     (base / "waits.py").write_text(ENVIRONMENT)
@@ -121,5 +121,7 @@ def test_three_versions_are_live_and_make_room_by_moving_what_waits_for_its_envi
             moved |= set(event.trajectories)
         elif isinstance(event, Parked) and event.trajectory in moved:
             next_turns.add(event.trajectory)
-    assert next_turns, "nobody who was moved while its environment thought took its next turn where it arrived"
+    assert next_turns, (
+        "no trajectory that was moved while it waited for its environment took its next turn on the target"
+    )
     assert sum(line.get("rollout/reprefilled_tokens", 0) for line in lines(run.folder.metrics)) == 0

@@ -1,4 +1,4 @@
-"""A run survives the loss of any of its parts, and of itself: nothing lost, nothing twice, nothing left behind."""
+"""A run survives the loss of any process, the supervisor included: no data is lost or duplicated, nothing leaks."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def test_killed_supervisor_is_resumed(host: Host, base: Path) -> None:
     finish(run)
 
 
-def test_killed_nursery_is_replaced(host: Host, base: Path) -> None:
-    run = begin(host, base, "kill-nursery")
+def test_killed_fork_server_is_replaced(host: Host, base: Path) -> None:
+    run = begin(host, base, "kill-fork-server")
     assert strike(run, "fork_server", random.Random(1))
     finish(run)
 
 
-# Long enough that what is not stopped meets them; should one miss them on a busy machine, it is only started again.
+# Deadlines that a running process meets. If one misses them on a busy machine, it is only restarted.
 SHORT = {
     "control": {"deadlines": {"heartbeat": 3.0, "train": 10.0, "move": 3.0, "load": 15.0}},
     "supervision": {"restarts": 1000},
@@ -83,7 +83,7 @@ def test_stopped_processes_are_replaced(host: Host, base: Path) -> None:
     finish(run)
 
 
-def test_processes_that_do_not_come_up_are_replaced(host: Host, base: Path) -> None:
+def test_processes_that_do_not_start_are_replaced(host: Host, base: Path) -> None:
     run = begin(host, base, "stuck", SHORT)
     for place in ("i0", "i1"):
         assert wait_for(run, lambda place=place: place in run.pids())  # type: ignore[misc]
@@ -93,7 +93,7 @@ def test_processes_that_do_not_come_up_are_replaced(host: Host, base: Path) -> N
 
 
 def test_stopped_evaluator_is_replaced(host: Host, base: Path) -> None:
-    # An evaluator that gets nowhere is given up after the deadlines of a load and a step.
+    # An evaluator that makes no progress is given up after the deadlines for a load and a step.
     control = {"control": {"deadlines": {"train": PATIENCE}}, "data": {"held_out": 4}, "evaluation": {"every": 2}}
     run = begin(host, base, "evaluator", merged(SHORT, control))
     assert wait_for(run, lambda: "evaluator" in run.pids())
@@ -102,8 +102,8 @@ def test_stopped_evaluator_is_replaced(host: Host, base: Path) -> None:
     assert [line["evaluation"] for line in lines(run.folder.metrics) if "evaluation" in line][-3:] == [2, 4, 5]
 
 
-def test_pending_evaluations_are_asked_again_after_a_restart(host: Host, base: Path) -> None:
-    """All four wait for an evaluator that is stopped, also when all steps are done, and the supervisor is killed."""
+def test_pending_evaluations_are_requested_again_after_a_restart(host: Host, base: Path) -> None:
+    """The evaluator is stopped, so all four are still pending when the steps are done and the supervisor is killed."""
     run = begin(host, base, "evaluations", {"data": {"held_out": 4}, "evaluation": {"every": 2}})
     assert wait_for(run, lambda: "evaluator" in run.pids())
     assert run.signal(signal.SIGSTOP, "evaluator")
@@ -116,15 +116,15 @@ def test_pending_evaluations_are_asked_again_after_a_restart(host: Host, base: P
     assert sorted(found) == [0, 2, 4, 5]
 
 
-def test_stopped_supervisor_goes_on(host: Host, base: Path) -> None:
+def test_stopped_supervisor_continues(host: Host, base: Path) -> None:
     run = begin(host, base, "stop-supervisor", SHORT)
     assert strike(run, None, random.Random(1), signal.SIGSTOP)
-    time.sleep(3.5)  # longer than the deadline of a heartbeat
+    time.sleep(3.5)  # longer than the heartbeat deadline
     run.signal(signal.SIGCONT)
     finish(run)
 
 
-def test_figures_of_a_step_are_kept_when_the_supervisor_dies_before_it_hears_of_its_version(
+def test_metrics_of_a_step_are_kept_if_the_supervisor_dies_before_it_receives_the_version(
     host: Host, base: Path
 ) -> None:
     folder = make_run(base, "unpublished", settings(base, steps=3))
@@ -139,7 +139,7 @@ def test_figures_of_a_step_are_kept_when_the_supervisor_dies_before_it_hears_of_
     assert [line["step"] for line in lines(folder.metrics) if "step" in line] == [0, 1, 2]
 
 
-def test_interrupt_keeps_everything(host: Host, base: Path) -> None:
+def test_interrupted_run_keeps_its_data(host: Host, base: Path) -> None:
     run = begin(host, base, "interrupt")
     assert strike(run, None, random.Random(5), signal.SIGINT)
     outcome = run.wait()
@@ -150,7 +150,7 @@ def test_interrupt_keeps_everything(host: Host, base: Path) -> None:
     finish(resume(host, run))
 
 
-def test_second_interrupt_ends_at_once(host: Host, base: Path) -> None:
+def test_second_interrupt_ends_the_run_at_once(host: Host, base: Path) -> None:
     run = begin(host, base, "interrupt-twice")
     assert strike(run, None, random.Random(6), signal.SIGINT)
     run.signal(signal.SIGINT)
@@ -158,7 +158,7 @@ def test_second_interrupt_ends_at_once(host: Host, base: Path) -> None:
     finish(resume(host, run))
 
 
-def test_finished_run_is_left_as_it_is(host: Host, base: Path) -> None:
+def test_resuming_a_finished_run_changes_nothing(host: Host, base: Path) -> None:
     run = begin(host, base, "finished", {"control": {"steps": 2}})
     finish(run, 2)
     before = run.folder.ledger.read_bytes(), run.events()
@@ -184,7 +184,7 @@ def test_second_supervisor_is_refused(host: Host, base: Path) -> None:
     run = begin(host, base, "two")
     assert wait_for_events(run, 10)
     pids = dict(run.pids())
-    run.signal(signal.SIGSTOP, None)  # so that it is still there when the second comes
+    run.signal(signal.SIGSTOP, None)  # so that it still exists when the second one starts
     second = resume(host, run)
     assert not wait_for(second, lambda: False)
     refused = json.loads((run.folder.path / "outcome.json").read_text())
@@ -195,21 +195,22 @@ def test_second_supervisor_is_refused(host: Host, base: Path) -> None:
     finish(run)
 
 
-def test_hung_reward_is_a_verdict(host: Host, base: Path) -> None:
+def test_hung_reward_fails_its_trajectory(host: Host, base: Path) -> None:
     (base / "hung").unlink(missing_ok=True)
     run = begin(host, base, "hung", {"reward": {"functions": ["task.py:hangs_once"], "timeout_seconds": 2.0}})
     finish(run)
-    assert "took longer" in " ".join(verdicts(run.folder))
+    assert "took longer" in " ".join(failures(run.folder))
 
 
-def test_reward_that_kills_its_process_is_asked_again(host: Host, base: Path) -> None:
+def test_reward_that_kills_its_process_is_retried(host: Host, base: Path) -> None:
     (base / "killed").unlink(missing_ok=True)
     run = begin(host, base, "killer", {"reward": {"functions": ["task.py:kills_once"]}})
     finish(run)
-    assert verdicts(run.folder) == []
+    assert failures(run.folder) == []
 
 
-def verdicts(folder: RunDir) -> list[str]:
+def failures(folder: RunDir) -> list[str]:
+    """The reasons of the trajectories that failed."""
     connection = connect(folder.ledger)
     found = [row[0] for row in connection.execute("SELECT failed FROM trajectories WHERE failed IS NOT NULL")]
     connection.close()
@@ -233,14 +234,14 @@ def wait_for_version(run: Supervisor, version: int) -> bool:
 
 
 def damage(path: Path) -> None:
-    """Flip some bytes in the middle."""
+    """Flip some bytes in the middle of a file."""
     data = bytearray(path.read_bytes())
     middle = len(data) // 2
     data[middle : middle + 16] = bytes(byte ^ 0x55 for byte in data[middle : middle + 16])
     path.write_bytes(data)
 
 
-def test_full_disk_is_waited_for(host: Host, base: Path) -> None:
+def test_run_waits_while_the_disk_is_full(host: Host, base: Path) -> None:
     full = base / "full"
     run = begin(host, base, "full", {"control": {"steps": 25}}, full=str(full))
     assert wait_for_events(run, 10)
@@ -250,7 +251,7 @@ def test_full_disk_is_waited_for(host: Host, base: Path) -> None:
     finish(run, 25)
 
 
-def test_full_disk_at_the_end_is_like_a_crash(host: Host, base: Path) -> None:
+def test_interrupt_while_the_disk_is_full_is_like_a_crash(host: Host, base: Path) -> None:
     full = base / "full-for-ever"
     run = begin(host, base, "full-for-ever", full=str(full))
     assert wait_for_events(run, 10)
@@ -263,7 +264,7 @@ def test_full_disk_at_the_end_is_like_a_crash(host: Host, base: Path) -> None:
 
 
 def test_power_loss(host: Host, base: Path) -> None:
-    """All that was not forced to disk is gone: the last commits of the ledger, and the lines of the other files."""
+    """Everything that was not synced to disk is lost: the ledger's last commits, and lines of the other files."""
     run = begin(host, base, "power")
     dice = random.Random(8)
     assert strike(run, None, dice)
@@ -277,7 +278,7 @@ def test_power_loss(host: Host, base: Path) -> None:
 
 
 def forget_unsynced(folder: RunDir, dice: random.Random) -> None:
-    """As after a power cut: a torn last frame in the WAL, files that were never synced cut anywhere."""
+    """Leave the files as after a power loss: a torn last frame in the WAL, unsynced files cut at a random length."""
     wal = folder.path / "ledger.db-wal"
     if wal.exists():
         with wal.open("ab") as file:
@@ -287,7 +288,7 @@ def forget_unsynced(folder: RunDir, dice: random.Random) -> None:
             os.truncate(path, dice.randint(0, path.stat().st_size))
 
 
-def test_ledger_that_lost_what_was_on_disk_is_refused(host: Host, base: Path) -> None:
+def test_ledger_that_lost_synced_commits_is_refused(host: Host, base: Path) -> None:
     run = begin(host, base, "rolled-back")
     assert wait_for_version(run, 1)
     run.signal(signal.SIGSTOP)
@@ -319,12 +320,12 @@ def test_clock_jumps_are_survived(host: Host, base: Path) -> None:
     assert [line["at"] for line in lines(run.folder.events)] == sorted(line["at"] for line in lines(run.folder.events))
 
 
-# -- the same results ---------------------------------------------------------------------------------------------
+# -- reproducible results -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def whole(host: Host, base: Path) -> RunDir:
-    """A synchronous run that nothing has happened to. One thread: with more, sums come out in another order."""
+    """A synchronous run without faults. It uses one thread, since more would sum in a different order."""
     run = begin(host, base, "whole", {"control": {"mode": "sync"}})
     finish(run)
     return run.folder
@@ -336,7 +337,7 @@ def same_weights(ours: RunDir, theirs: RunDir) -> bool:
 
 
 def batches(folder: RunDir) -> dict[int, list[str]]:
-    """Prompts of each step, in order of admission."""
+    """The prompts of each step, in order of admission."""
     connection = sqlite3.connect(folder.ledger)
     found: dict[int, list[str]] = {}
     for step, prompt in connection.execute("SELECT step, prompt FROM groups ORDER BY id"):
@@ -379,7 +380,7 @@ def test_the_same_prompts_are_trained_after_a_crash(host: Host, base: Path) -> N
     assert ours == theirs
 
 
-def test_a_step_is_applied_once_for_each_life_of_the_trainer(host: Host, base: Path) -> None:
+def test_a_step_is_applied_once_per_attempt(host: Host, base: Path) -> None:
     run = begin(host, base, "applied", {"checkpoint": {"every": 2}})
     dice = random.Random(4)
     strike(run, "trainer", dice)
@@ -396,7 +397,7 @@ def test_a_step_is_applied_once_for_each_life_of_the_trainer(host: Host, base: P
     assert set(applied.values()) == {1}
 
 
-# -- resumed with other settings ----------------------------------------------------------------------------------
+# -- resuming with changed settings -------------------------------------------------------------------------------
 
 
 def interrupted(host: Host, base: Path, name: str) -> Supervisor:
@@ -407,18 +408,18 @@ def interrupted(host: Host, base: Path, name: str) -> Supervisor:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_resumed_with_another_number_of_instances(host: Host, base: Path, count: int) -> None:
+def test_resume_with_another_number_of_instances(host: Host, base: Path, count: int) -> None:
     run = interrupted(host, base, f"instances-{count}")
     before = run.pids()
     run = resume(host, run, settings=[f"rollout.instances={count}"])
     finish(run, 8)
-    begun = {place for place, pid in run.pids().items() if place.startswith("i") and before.get(place) != pid}
-    assert begun == {f"i{number}" for number in range(count)}
+    started = {place for place, pid in run.pids().items() if place.startswith("i") and before.get(place) != pid}
+    assert started == {f"i{number}" for number in range(count)}
     assert run.folder.read().rollout.instances == count
 
 
 @pytest.mark.parametrize("bound", [0, 6])
-def test_resumed_with_another_bound(host: Host, base: Path, bound: int) -> None:
+def test_resume_with_another_staleness_bound(host: Host, base: Path, bound: int) -> None:
     run = interrupted(host, base, f"bound-{bound}")
     admitted = len(audited(run.folder).log)
     run = resume(host, run, settings=[f"control.max_staleness={bound}"])
@@ -431,7 +432,7 @@ def test_resumed_with_another_bound(host: Host, base: Path, bound: int) -> None:
     assert (later[0] or 0) <= bound
 
 
-def test_other_settings_are_refused(host: Host, base: Path) -> None:
+def test_resume_with_other_changed_settings_is_refused(host: Host, base: Path) -> None:
     run = interrupted(host, base, "refused")
     outcome = resume(host, run, settings=["control.group_size=5"]).wait()
     assert outcome["code"] == 2

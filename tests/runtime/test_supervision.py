@@ -1,4 +1,4 @@
-"""What is said and done when something fails for good, or nothing moves."""
+"""What the supervisor does and reports when a failure is permanent, or the run makes no progress."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.runtime.making import PATIENCE, make_run, merged, settings
 
 
 class NoForkServer(ForkServer):
-    """Forks nobody."""
+    """A fork server that starts no process."""
 
     def __init__(self) -> None: ...
 
@@ -36,7 +36,7 @@ def begin(host: Host, base: Path, name: str, other: dict[str, Any]) -> Superviso
     return host.start(make_run(base, name, merged(settings(base, steps=4), other)))
 
 
-def test_watchdog_says_who_waits_for_what(host: Host, base: Path) -> None:
+def test_watchdog_reports_what_the_run_waits_for(host: Host, base: Path) -> None:
     reward = {"functions": ["task.py:waits_to_be_released"]}
     run = begin(host, base, "stall", {"reward": reward, "control": {"deadlines": {"stall": 0.5}}})
     assert wait_for(run, lambda: run.noticed("the run makes no progress: "))
@@ -48,7 +48,7 @@ def test_watchdog_says_who_waits_for_what(host: Host, base: Path) -> None:
     assert "waits for" in stalled[0]
 
 
-def test_run_goes_on_smaller_and_says_so(host: Host, base: Path) -> None:
+def test_run_continues_with_fewer_instances_and_reports_it(host: Host, base: Path) -> None:
     run = begin(host, base, "smaller", {"supervision": {"restarts": 0}, "control": {"steps": 6}})
     assert wait_for_events(run, 12)
     assert run.signal(signal.SIGKILL, "i1")
@@ -59,9 +59,9 @@ def test_run_goes_on_smaller_and_says_so(host: Host, base: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["i0", "trainer"])
-def test_nobody_left_ends_the_run_with_what_to_do(host: Host, base: Path, place: str) -> None:
+def test_losing_the_last_process_of_a_role_ends_the_run_with_advice(host: Host, base: Path, place: str) -> None:
     other = {"supervision": {"restarts": 0}, "rollout": {"instances": 1}, "control": {"steps": 8}}
-    run = begin(host, base, f"nobody-{place}", other)
+    run = begin(host, base, f"none-left-{place}", other)
     assert wait_for_events(run, 12)
     assert run.signal(signal.SIGKILL, place)
     outcome = run.wait()
@@ -76,12 +76,12 @@ def test_nobody_left_ends_the_run_with_what_to_do(host: Host, base: Path, place:
 def test_a_step_that_is_not_finite_ends_the_run_at_once(host: Host, base: Path) -> None:
     other = {"reward": {"functions": ["task.py:huge"]}, "trainer": {"algorithm": {"name": "rloo"}}}
     run = begin(host, base, "not-finite", other)
-    for _ in range(2):  # also after it is resumed: the same groups give the same step
+    for _ in range(2):  # also after a resume: the same groups give the same step
         outcome = run.wait()
         assert outcome["code"] == 1
         assert re.match(r"step 0: the \w+ is not finite; trajectories at fault: ", outcome["error"])
         assert "checkpoint before it is kept" in outcome["error"]
-        assert not any("is lost" in notice for notice in outcome["notices"]), "starting again does not mend it"
+        assert not any("is lost" in notice for notice in outcome["notices"]), "a restart does not help"
         assert leftovers(run, outcome) == []
         assert audited(run.folder).problems == []
         run = host.start(run.folder)
@@ -99,26 +99,27 @@ def test_a_policy_that_has_overflowed_ends_the_run(host: Host, base: Path) -> No
     assert audited(run.folder).problems == []
 
 
-def test_same_cause_counts_however_long_a_process_lives(tmp_path: Path) -> None:
+def test_repeated_failures_with_one_cause_count_however_long_the_process_lived(tmp_path: Path) -> None:
     tree = merged(settings(tmp_path), {"supervision": {"restarts": 2}})
     folder = RunDir(tmp_path)
     processes = ProcessManager(folder, build(RunConfig, tree), LocalBackend(folder, NoForkServer()), 0, {})
 
-    def lives(cause: str) -> list[bool]:
+    def restarted(cause: str) -> list[bool]:
+        """Whether the process is restarted after each of five failures."""
         process = WorkerProcess("trainer", "trainer")
         again = []
         for _ in range(5):
             process.reported_failure = cause
-            again.append(processes.lost(process, cause or "its process ended"))  # born long ago
+            again.append(processes.lost(process, cause or "its process ended"))  # it started long ago
         return again
 
-    assert lives("NonFiniteError: step 3") == [True, True, False, False, False]
-    assert lives("") == [True] * 5
+    assert restarted("NonFiniteError: step 3") == [True, True, False, False, False]
+    assert restarted("") == [True] * 5
     processes.stop(patience=0.0)
 
 
 def test_command_line(host: Host, base: Path, tmp_path: Path) -> None:
-    """The real command: interrupted, resumed, audited."""
+    """A run of the real command is interrupted, resumed and audited."""
     tree = merged(settings(base, steps=6), {"out": str(tmp_path)})
     config = base / "cli.toml"
     config.write_text(tomli_w.dumps(tree))
@@ -130,9 +131,9 @@ def test_command_line(host: Host, base: Path, tmp_path: Path) -> None:
     run = Supervisor(started.pid, RunDir(tmp_path / "cli"))
     assert wait_for_events(run, 15)
     started.send_signal(signal.SIGINT)
-    said, _ = started.communicate(timeout=PATIENCE)
+    output, _ = started.communicate(timeout=PATIENCE)
     assert started.returncode == 130
-    assert "--resume" in said
+    assert "--resume" in output
     resumed = host.start(run.folder)
     assert broken(resumed, resumed.wait(), 6) == []
     audited = subprocess.run(command("audit", run.folder.path), capture_output=True, text=True, timeout=PATIENCE)

@@ -1,4 +1,4 @@
-"""User code can only hurt its own trajectory, and nothing that it has started outlives its process or the run."""
+"""User code can fail only its own trajectory, and no process that it starts outlives its worker or the run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def raises_differently(prompt, completion):
     raise ValueError(f"cannot read {prompt} {completion}")
 
 def leave(name):
-    '''A process that has left its session and lost its parent; it says who it is.'''
+    '''Start a process that leaves its session and loses its parent; it writes its pid and this name to a file.'''
     reader, writer = os.pipe()
     if os.fork() == 0:
         os.setsid()
@@ -77,7 +77,7 @@ def forks_and_returns(prompt, completion):
 
 
 def begin(host: Host, base: Path, place: Path, function: str, **other: Any) -> Supervisor:
-    """A run with one of the rewards; nobody may be restarted who is not forgiven."""
+    """Start a run with one of the reward functions; it allows no restarts, except those that do not count."""
     (place / "rewards.py").write_text(f"FILE = {str(place / 'left')!r}\n{REWARDS}")
     reward = {"functions": [f"{place / 'rewards.py'}:{function}"], "workers": 1}
     changes = {"reward": reward, "supervision": {"restarts": 0}, "data": {"params": {"count": 16}}}
@@ -86,7 +86,7 @@ def begin(host: Host, base: Path, place: Path, function: str, **other: Any) -> S
 
 
 def left(place: Path, name: str = "") -> set[int]:
-    """Processes that rewards have left behind."""
+    """Processes that reward functions started, by the name they were given."""
     try:
         lines = (place / "left").read_text().splitlines()
     except FileNotFoundError:
@@ -104,16 +104,18 @@ def eventually(check: Callable[[], object]) -> bool:
 
 
 def failures(folder: RunDir) -> set[tuple[str, str]]:
-    """Verdicts: the key of the prompt without its epoch, and the reason."""
+    """Failed trajectories: the key of the prompt without its epoch, and the reason."""
     query = 'SELECT t.failed, g.prompt FROM trajectories t JOIN groups g ON t."group" = g.id WHERE t.failed IS NOT NULL'
     with connect(folder.ledger) as connection:
         return {(prompt.partition("@")[0], why) for why, prompt in connection.execute(query)}
 
 
-# -- deaths over questions ----------------------------------------------------------------------------------------
+# -- failing requests ---------------------------------------------------------------------------------------------
 
 
-def test_a_prompt_that_kills_costs_no_restart_and_no_other_prompt(host: Host, base: Path, tmp_path: Path) -> None:
+def test_a_prompt_that_kills_its_worker_uses_no_restart_and_fails_no_other_prompt(
+    host: Host, base: Path, tmp_path: Path
+) -> None:
     run = begin(host, base, tmp_path, "exits_for_one")
     outcome = run.wait()
     assert broken(run, outcome, 4) == []
@@ -124,7 +126,7 @@ def test_a_prompt_that_kills_costs_no_restart_and_no_other_prompt(host: Host, ba
     assert len(deaths) > 1, "with no restarts allowed, the first death that counts would have ended the run"
 
 
-def test_a_judge_that_cannot_start_is_given_up(host: Host, base: Path, tmp_path: Path) -> None:
+def test_a_reward_worker_that_cannot_start_is_given_up(host: Host, base: Path, tmp_path: Path) -> None:
     (tmp_path / "dies.py").write_text("import os\nos._exit(3)\n")
     run = begin(host, base, tmp_path, "", reward={"functions": [f"{tmp_path / 'dies.py'}:reward"]})
     outcome = run.wait()
@@ -146,78 +148,81 @@ def test_a_reward_that_always_fails_ends_the_run_at_once(host: Host, base: Path,
     assert leftovers(run, outcome) == []
 
 
-def test_rewards_that_fail_for_many_reasons_are_noticed_by_their_groups(host: Host, base: Path, tmp_path: Path) -> None:
+def test_rewards_that_fail_for_different_reasons_end_the_run_by_failed_groups(
+    host: Host, base: Path, tmp_path: Path
+) -> None:
     outcome = begin(host, base, tmp_path, "raises_differently").wait()
     assert outcome["code"] == 1
     assert "groups failed in a row" in outcome["error"]
 
 
-def test_rewards_that_often_fail_never_end_a_run(host: Host, base: Path, tmp_path: Path) -> None:
+def test_rewards_that_often_fail_do_not_end_the_run(host: Host, base: Path, tmp_path: Path) -> None:
     run = begin(host, base, tmp_path, "raises_for_half")
     assert broken(run, run.wait(), 4) == []
 
 
-def ask(guard: RewardGuard, prompts: int, each: int = 1, first: int = 0) -> list[int]:
+def send(guard: RewardGuard, prompts: int, each: int = 1, first: int = 0) -> list[int]:
+    """Send requests for this many prompts, with `each` responses to a prompt; returns the request numbers."""
     items = list(range(first, first + prompts * each))
     for item in items:
         guard.asked(item, f"prompt {item // each}")
     return items
 
 
-def test_all_of_the_first_questions_have_to_fail() -> None:
+def test_the_run_ends_only_if_the_whole_sample_fails() -> None:
     guard = RewardGuard()
-    items = ask(guard, PROMPTS)
+    items = send(guard, PROMPTS)
     for item in items[1:]:
-        guard.answered(item, "no")  # what fails may come first
+        guard.answered(item, "no")  # a failure may return before a success
     with pytest.raises(RunError, match="all failed with the same reason: no; fix"):
         guard.answered(items[0], "no")
 
 
-def test_one_answer_ends_the_watch() -> None:
-    for answered in range(PROMPTS):
+def test_one_success_ends_the_watch() -> None:
+    for succeeded in range(PROMPTS):
         guard = RewardGuard()
-        for item in ask(guard, PROMPTS):
-            guard.answered(item, None if item == answered else "no")
-        for item in ask(guard, 50, first=100):
+        for item in send(guard, PROMPTS):
+            guard.answered(item, None if item == succeeded else "no")
+        for item in send(guard, 50, first=100):
             guard.answered(item, "no")
 
 
-def test_nor_need_the_answer_be_one_of_the_first() -> None:
+def test_a_success_outside_the_sample_ends_the_watch() -> None:
     guard = RewardGuard()
-    items = ask(guard, PROMPTS)
-    (later,) = ask(guard, 1, first=1000)
+    items = send(guard, PROMPTS)
+    (later,) = send(guard, 1, first=1000)
     guard.answered(later, None)
     for item in items:
         guard.answered(item, "no")
 
 
-def test_one_prompt_is_not_enough_however_many_responses() -> None:
+def test_many_responses_to_too_few_prompts_do_not_end_the_run() -> None:
     guard = RewardGuard()
-    for item in ask(guard, PROMPTS - 1, each=100):
+    for item in send(guard, PROMPTS - 1, each=100):
         guard.answered(item, "no")
 
 
-def test_other_reasons_are_left_to_those_who_count_groups() -> None:
+def test_a_sample_that_failed_for_different_reasons_does_not_end_the_run() -> None:
     guard = RewardGuard()
-    for item in ask(guard, PROMPTS):
+    for item in send(guard, PROMPTS):
         guard.answered(item, f"no {item}")
 
 
-def test_what_was_asked_before_the_first_was_late_does_not_count() -> None:
+def test_requests_sent_before_the_first_timeout_do_not_count() -> None:
     guard = RewardGuard()
-    for item in ask(guard, PROMPTS):
+    for item in send(guard, PROMPTS):
         guard.answered(item, "late", late=True)
-    items = ask(guard, PROMPTS, first=100)
+    items = send(guard, PROMPTS, first=100)
     for item in items[:-1]:
         guard.answered(item, "late", late=True)
     with pytest.raises(RunError, match="late"):
         guard.answered(items[-1], "late", late=True)
 
 
-# -- what user code has started -----------------------------------------------------------------------------------
+# -- processes that user code starts ------------------------------------------------------------------------------
 
 
-def test_nothing_that_rewards_have_started_outlives_the_run(host: Host, base: Path, tmp_path: Path) -> None:
+def test_no_process_started_by_a_reward_outlives_the_run(host: Host, base: Path, tmp_path: Path) -> None:
     run = begin(host, base, tmp_path, "leaves")
     assert broken(run, run.wait(), 4) == []
     assert left(tmp_path)
@@ -225,11 +230,13 @@ def test_nothing_that_rewards_have_started_outlives_the_run(host: Host, base: Pa
 
 
 @pytest.mark.parametrize("place", [None, "fork_server", "reward0", "reaper-reward0"])
-def test_nor_a_process_above_it_that_is_killed(host: Host, base: Path, tmp_path: Path, place: str | None) -> None:
+def test_no_process_started_by_a_reward_outlives_a_killed_ancestor(
+    host: Host, base: Path, tmp_path: Path, place: str | None
+) -> None:
     run = begin(host, base, tmp_path, "leaves", supervision={"restarts": 5}, control={"steps": 6})
     assert eventually(lambda: left(tmp_path))
     before = left(tmp_path)
-    assert any(alive(pid) for pid in before), "a process that rewards use may live as long as theirs"
+    assert any(alive(pid) for pid in before), "a process that a reward uses may live as long as its worker"
     assert run.signal(signal.SIGKILL, place)
     assert eventually(lambda: not any(alive(pid) for pid in before))
     outcome = run.wait()
@@ -238,7 +245,7 @@ def test_nor_a_process_above_it_that_is_killed(host: Host, base: Path, tmp_path:
         assert broken(run, outcome, 6) == []
 
 
-def test_nor_the_trial_call_before_the_run(tmp_path: Path) -> None:
+def test_no_process_started_by_a_reward_outlives_the_trial_call(tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text(f"FILE = {str(tmp_path / 'left')!r}\n{REWARDS}")
     problem = Problem(key="", prompt="1*1=")
     Trial(
@@ -249,10 +256,10 @@ def test_nor_the_trial_call_before_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("function", "name"), [("leaves_and_hangs", "hung"), ("leaves_and_exits", "exited")])
-def test_what_a_question_has_started_ends_with_it(
+def test_processes_started_by_a_failed_request_end_with_its_worker(
     host: Host, base: Path, tmp_path: Path, function: str, name: str
 ) -> None:
-    """Also before the run ends; a child that still has the channel open does not hide the end of its parent."""
+    """They end before the run does. A child that holds the channel open does not hide the end of its parent."""
     other = {"reward": {"timeout_seconds": 1.0 if name == "hung" else 600.0}, "control": {"steps": 100}}
     run = begin(host, base, tmp_path, function, **other)
     assert eventually(lambda: left(tmp_path, name))
@@ -265,7 +272,7 @@ def test_what_a_question_has_started_ends_with_it(
     assert eventually(lambda: not any(alive(pid) for pid in run.everybody() | left(tmp_path)))
 
 
-def test_a_process_that_a_reward_forks_is_no_second_judge(host: Host, base: Path, tmp_path: Path) -> None:
+def test_a_process_that_a_reward_forks_is_no_second_worker(host: Host, base: Path, tmp_path: Path) -> None:
     run = begin(host, base, tmp_path, "forks_and_returns")
     outcome = run.wait()
     assert broken(run, outcome, 4) == []
@@ -273,7 +280,7 @@ def test_a_process_that_a_reward_forks_is_no_second_judge(host: Host, base: Path
     assert outcome["notices"] == []
 
 
-def test_descendants_are_found_and_ended_in_any_depth() -> None:
+def test_descendants_are_found_and_ended_at_any_depth() -> None:
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -287,7 +294,7 @@ def test_descendants_are_found_and_ended_in_any_depth() -> None:
     below = descendants(os.getpid())
     assert len(descendants(pid)) == 3
     assert descendants(pid) | {pid} <= below
-    spared = below - descendants(pid) - {pid}  # others of this process
+    spared = below - descendants(pid) - {pid}  # other descendants of this process
     mine = descendants(pid) | {pid}
     assert eventually(lambda: end_descendants(0.0, spared) or not any(map(alive, mine)))
     for fd in (reader, writer):

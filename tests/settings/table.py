@@ -71,11 +71,11 @@ RUN: Table = {
     "environment": Row("runtime.workers.reward:serve", why=SECTION),
     "environment.kind": Row(
         "envs.environment:Environments.__init__",
-        "runtime/test_env_sessions.py::test_turns_are_whole_also_when_a_process_is_lost",
+        "runtime/test_env_sessions.py::test_turns_are_complete_also_when_a_process_is_lost",
     ),
     "environment.params": Row(
         "envs.environment:Environments.begin",
-        "runtime/test_env_sessions.py::test_a_worker_asks_as_many_environments_at_once_as_it_may",
+        "runtime/test_env_sessions.py::test_a_worker_steps_environments_up_to_its_concurrency_at_once",
     ),
     "environment.max_turns": Row(
         "envs.environment:Environments.begin",
