@@ -264,3 +264,12 @@ def test_checkpoints_are_written_and_kept_as_configured(base: Path, every: int, 
         for step in range(4):
             harness.step(groups(4 * step, step))
     assert checkpoint.versions(folder.checkpoints) == found
+
+
+def test_a_trainer_deletes_what_a_killed_one_left_half_written(base: Path) -> None:
+    """Also if it never writes a checkpoint itself, since the last version is saved already."""
+    folder = folder_of(base)
+    left = folder.checkpoints / ".partial-version-00000003.0"
+    (left / "state").mkdir(parents=True)
+    with TrainerHarness(folder):
+        assert not left.exists()

@@ -61,7 +61,7 @@ def save(
     staged = folder / f"{_PARTIAL}{final.name}"
     writes = trainer.rank_group.rank == 0
     if writes:
-        _delete_partial(folder)
+        delete_partial(folder)
         staged.mkdir()
     trainer.rank_group.barrier()
     save_policy(staged / "policy", trainer, tokenizer)
@@ -180,10 +180,10 @@ def _state_files(files: Mapping[str, Any]) -> dict[str, Any]:
     return {name: digest for name, digest in files.items() if name.startswith("state/")}
 
 
-def _delete_partial(folder: Path) -> None:
-    for entry in folder.iterdir():
-        if entry.name.startswith(_PARTIAL):
-            shutil.rmtree(entry)
+def delete_partial(folder: Path) -> None:
+    """Delete what a trainer that was killed left behind while it wrote or deleted a checkpoint."""
+    for entry in folder.glob(f"{_PARTIAL}*"):
+        shutil.rmtree(entry)
 
 
 def _delete(path: Path) -> None:

@@ -65,6 +65,7 @@ class TrainerWorker:
         if rank_group.rank == 0:
             self._lock = _acquire_lock(self._run_dir)
             self._store.sweep()
+            checkpoint.delete_partial(self._run_dir.checkpoints)  # the last version may never be saved again
         self._checkpoint_due = False
         """A checkpoint is written once the current version is published."""
         self._checkpointed: Version | None = None
