@@ -79,7 +79,7 @@ class Admission:
         if context.wanted() or not context.allowance():
             return
         context.pacing.record_held_back(context.now)
-        due = context.pacing.opens_at(context.groups.live)
+        due = context.pacing.opens_at(context.groups.live, context.now)
         if due is not None and (self._retry_at is None or due < self._retry_at):
             self._retry_at = due
             context.timers.set(due, Wait.ADMIT)

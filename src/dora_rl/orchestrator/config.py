@@ -60,9 +60,9 @@ class ControlConfig(Config):
     """A group of which fewer trajectories survive fails."""
     placement: PlacementName = "deadline"
     """Which rule divides the slots between versions in mode `dora`."""
-    admission: AdmissionName = "eager"
-    """When idle instances get new groups in mode `dora`: as soon as the bound K allows (`eager`), or as late as the
-    trainer allows, so that groups are fresh (`just_in_time`)."""
+    admission: AdmissionName = "just_in_time"
+    """How many groups idle instances get in mode `dora`: as few as keep the trainer from waiting, so that groups are
+    fresh (`just_in_time`), or as many as the bound K allows (`eager`)."""
     stream: bool = True
     """Send finished groups to the trainer while the rest of the step still generates."""
     rebalance_seconds: float = Field(60.0, gt=0)

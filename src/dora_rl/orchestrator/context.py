@@ -70,13 +70,13 @@ class Context:
 
     @property
     def just_in_time(self) -> bool:
-        """Groups are admitted as late as the trainer allows.
+        """No more groups are admitted than keep the trainer from waiting.
 
         Not where instances share the trainer's devices, since there it waits by design, and not with K = 0, where every
         group belongs to the step that has begun.
         """
         late = self.config.admission == "just_in_time" and self.mode.serves_several_versions
-        return late and self.policy.staleness > 0 and self.pacing.measured and not self.instances.sharing
+        return late and self.policy.staleness > 0 and not self.instances.sharing
 
     @property
     def streams(self) -> bool:

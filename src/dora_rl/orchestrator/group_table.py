@@ -190,6 +190,11 @@ class GroupTable:
             self._remove(group)
         return group
 
+    @property
+    def ready(self) -> int:
+        """Number of READY groups."""
+        return sum(map(len, self._ready.values()))
+
     def ready_deadlines(self) -> list[StepId]:
         """Deadlines of READY groups, earliest first."""
         return sorted(self._ready)

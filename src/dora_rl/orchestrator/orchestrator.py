@@ -33,7 +33,7 @@ from dora_rl.orchestrator.snapshot import Snapshot, take_snapshot
 from dora_rl.orchestrator.timers import Timer, Wait
 from dora_rl.orchestrator.trainer_state import TrainerStage, TrainerState
 
-_MAY_NEED_NO_UPKEEP = frozenset({e.Scored, e.Progress, e.Accumulated})
+_MAY_NEED_NO_UPKEEP = frozenset({e.Scored, e.Progress})
 """Events that may leave nothing to decide."""
 
 

@@ -237,12 +237,13 @@ class Rebalancer:
         """Until the step of the version's deadline needs its groups, if the trainer never waits."""
         context = self._context
         assert context.newest is not None
-        if self._trainer.busy_seconds is None:
+        step_seconds = context.pacing.step_seconds
+        if step_seconds is None:
             return math.inf
         deadline = context.groups.first_due.get(version, version + context.policy.staleness)
         steps = deadline - context.newest + 1
         elapsed = (context.now - self._trainer.published_at) / SECOND
-        return max(0.0, steps * self._trainer.busy_seconds - elapsed)
+        return max(0.0, steps * step_seconds - elapsed)
 
     def _longest_remaining(self, version: Version, tokens: int) -> int:
         """Tokens still to come for the longest request of a version: among many, one is likely to be very long."""

@@ -41,8 +41,6 @@ class TrainerState:
         self._context = context
         self.stage = TrainerStage.ABSENT
         self.attempt: Attempt = 0
-        self.busy_seconds: float | None = None
-        """How long the trainer works for a step, without the time it waits; smoothed."""
         self.published_at: Nanoseconds = 0
         """When the newest version was published, which is when the step began."""
         self._batch: list[GroupState] = []
@@ -58,10 +56,6 @@ class TrainerState:
         self._busy: Nanoseconds = 0
         """How long the trainer has worked for this step so far."""
         self._busy_since: Nanoseconds | None = None
-        self._accumulated_at: Nanoseconds = 0
-        """When the trainer last finished accumulating groups."""
-        self._taking_seconds = 0.0
-        """How long a step takes groups, smoothed; 0 where it gets all of them at once."""
         self._step_attempt: Attempt = 0
         """The attempt in which the step began."""
         self._entered = 0
@@ -116,7 +110,8 @@ class TrainerState:
         if event.attempt != self.attempt or event.step != self._context.newest or not self._accumulating:
             return False
         self._accumulating = max(0, self._accumulating - event.groups)
-        self._accumulated_at = self._context.now
+        if self.stage is TrainerStage.COLLECTING and self._accumulating:
+            self._context.pacing.record_spare(self._accumulating - 1)
         self._measure_work(busy=bool(self._accumulating) or self.stage is not TrainerStage.COLLECTING)
         return True
 
@@ -157,6 +152,8 @@ class TrainerState:
         self._rule = StepRule(event.version, context.config.groups_per_step)
         self._step_attempt = self.attempt
         context.pacing.begin_step(context.now)
+        started_on = 1 if self._streaming else context.config.groups_per_step
+        context.pacing.record_spare(max(0, context.groups.ready - started_on))
         self._enter(TrainerStage.COLLECTING)
         return True
 
@@ -229,21 +226,12 @@ class TrainerState:
         return self._context.streams and not self._context.instances.sharing
 
     def _measure_step(self) -> None:
-        """A step has ended: record how long the trainer worked for it and waited."""
+        """A step has ended: record how long the trainer worked for it, unless it was restarted in between."""
         self._measure_work(busy=False)
-        now, pacing = self._context.now, self._context.pacing
         seconds, self._busy = self._busy / SECOND, 0
-        taking = max(0.0, seconds - (now - self._accumulated_at) / SECOND) if self._streaming else 0.0
-        # Half the weight on the last step: step times drift as lengths grow, and vary little otherwise.
-        if self.busy_seconds is None:
-            self.busy_seconds, self._taking_seconds = seconds, taking
-        else:
-            self.busy_seconds = (self.busy_seconds + seconds) / 2
-            self._taking_seconds = (self._taking_seconds + taking) / 2
-        if self._step_attempt == self.attempt and pacing.measured:
-            waited = (now - self.published_at) / SECOND - seconds
-            pacing.record_trainer_wait(waited / self.busy_seconds, limit=self._context.policy.staleness + 1)
-        pacing.record_step_time(self.busy_seconds, self._taking_seconds)
+        if self._step_attempt != self.attempt:
+            return
+        self._context.pacing.end_step(seconds, self._context.policy.staleness)
 
     def _measure_work(self, *, busy: bool) -> None:
         """Add up how long the trainer works; `busy` says whether it works from now on."""
@@ -251,6 +239,12 @@ class TrainerState:
         if self._busy_since is not None:
             self._busy += now - self._busy_since
         self._busy_since = now if busy else None
+        self._measure_wait()
+
+    def _measure_wait(self) -> None:
+        """Tell the pacing whether the trainer waits for groups."""
+        waits = self.stage is TrainerStage.COLLECTING and self._busy_since is None
+        self._context.pacing.trainer_waits(self._context.now, waits=waits)
 
     def _replay(self, step: StepId) -> None:
         self._replaying = step
@@ -267,6 +261,7 @@ class TrainerState:
         """Change the stage; `reason` is given if the trainer stays in it for too long."""
         self.stage = stage
         self._entered += 1
+        self._measure_wait()
         if stage is not TrainerStage.COLLECTING:
             reason = reason or f"{stage.name.lower()} took longer than deadlines.train"
             self._context.set_timer(Wait.TRAIN, self._context.config.deadlines.train, self._entered, reason)
