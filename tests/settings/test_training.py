@@ -26,6 +26,7 @@ ALGORITHM = "trainer.algorithm."
 LORA = {"trainer": {"lora": {"rank": 2, "alpha": 8, "targets": ["q_proj", "v_proj"]}}}
 FALLS = {"trainer": {"optimiser": {"schedule": "linear", "total_updates": 8}}}
 MASKS = {"trainer": {"algorithm": {"correction": "token_mask"}}}
+DIVERGES = {"trainer": {"algorithm": {"trust_region": "binary_tv"}}}
 CAPS = {"trainer": {"algorithm": {"correction": "token_truncate", "correction_high": 1.5}}}
 CONSTANT = {"trainer": {"algorithm": {"aggregation": "constant_length", "constant_length": 30}}}
 
@@ -44,13 +45,18 @@ CHANGES: list[tuple[str, Any, dict[str, Any]]] = [
     (OPTIMISER + "total_updates", 4, FALLS),
     (OPTIMISER + "final_share", 0.5, FALLS),
     (OPTIMISER + "max_gradient_norm", 1e-3, {}),
+    (OPTIMISER + "ess_scaling", True, {}),
     (ALGORITHM + "name", "rloo", {}),
     (ALGORITHM + "aggregation", "token_mean", {}),
     (ALGORITHM + "constant_length", 60, merged(CONSTANT, FREE)),
     (ALGORITHM + "clip_low", 0.01, {}),
     (ALGORITHM + "clip_high", 0.01, {}),
     (ALGORITHM + "clip_negative", 1.05, {}),
+    (ALGORITHM + "trust_region", "binary_tv", {}),
+    (ALGORITHM + "trust_region", "binary_kl", {}),
+    (ALGORITHM + "trust_region_delta", 0.001, DIVERGES),
     (ALGORITHM + "correction", "token_truncate", {}),
+    (ALGORITHM + "correction", "geometric_mask", {}),
     (ALGORITHM + "correction_low", 0.9, MASKS),
     (ALGORITHM + "correction_high", 1.01, MASKS),
     (ALGORITHM + "correction_high", 1.05, CAPS),

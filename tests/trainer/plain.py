@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,38 @@ def trajectory_losses(name: str, logprobs: Tensor, behaviour: Tensor, advantage:
     return losses
 
 
+def divergence(kind: str, logprob: float, behaviour: float) -> float:
+    """The divergence of (this token, any other token) under the behaviour policy from that under the policy."""
+    new, old = math.exp(logprob), math.exp(behaviour)
+    if kind == "binary_tv":
+        return abs(new - old)
+    others = (1 - old) * math.log((1 - old) / (1 - new)) if old < 1 else 0.0
+    return old * math.log(old / new) + others
+
+
+def masked_losses(kind: str, delta: float, logprobs: Tensor, behaviour: Tensor, advantage: float) -> list[Tensor]:
+    """The loss of each trained token of one trajectory, with a mask on divergence in place of the clip."""
+    losses = []
+    for new, old in zip(logprobs, behaviour, strict=True):
+        away = (new > old and advantage > 0) or (new < old and advantage < 0)
+        masked = away and divergence(kind, float(new.detach()), float(old)) > delta
+        losses.append(0.0 * new if masked else -torch.exp(new - old) * advantage)
+    return losses
+
+
+def relative_ess(model: Any, groups: list[Group]) -> float:
+    """(sum w)^2 / (n sum w^2) of the trajectories' importance weights."""
+    trajectories = [t for g in groups for t in g.trajectories]
+    with torch.no_grad():
+        logprobs, _ = padded_logprobs(model, trajectories)
+    weights = []
+    for row, trajectory in enumerate(trajectories):
+        trained = np.flatnonzero(trajectory.loss_mask)
+        ratios = np.exp(logprobs[row].numpy()[trained].astype(np.float64) - trajectory.behaviour_logprobs[trained])
+        weights.append(float(np.prod(ratios)))
+    return sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights))
+
+
 def average(kind: str, rows: list[list[Tensor]], length: int) -> Tensor:
     """The average of the token losses of all trajectories."""
     tokens = torch.stack([loss for row in rows for loss in row])
@@ -103,13 +136,18 @@ AGGREGATIONS = {
 }  # fmt: skip
 
 
-def objective(name: str, model: Any, groups: list[Group], constant_length: int) -> Tensor:
-    """The loss of a whole step, on one padded batch."""
+def objective(
+    name: str, model: Any, groups: list[Group], constant_length: int, region: tuple[str, float] | None = None
+) -> Tensor:
+    """The loss of a whole step, on one padded batch; `region` is a trust region in place of the clip."""
     trajectories = [t for g in groups for t in g.trajectories]
     logprobs, _ = padded_logprobs(model, trajectories)
     rows = []
     for row, (trajectory, advantage) in enumerate(zip(trajectories, advantages_of(name, groups), strict=True)):
         trained = torch.from_numpy(np.flatnonzero(trajectory.loss_mask))
         behaviour = torch.from_numpy(trajectory.behaviour_logprobs.copy())[trained]
-        rows.append(trajectory_losses(name, logprobs[row, trained], behaviour, advantage))
+        if region is None:
+            rows.append(trajectory_losses(name, logprobs[row, trained], behaviour, advantage))
+        else:
+            rows.append(masked_losses(*region, logprobs[row, trained], behaviour, advantage))
     return average(AGGREGATIONS[name], rows, constant_length)

@@ -52,7 +52,7 @@ def test_two_ranks_give_the_gradient_and_weights_of_one(folder: Path, name: str)
         torch.testing.assert_close(two["weights"][key], tensor, atol=2e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["untied", "moe-alone"])
+@pytest.mark.parametrize("name", ["untied", "moe-alone", "corrected"])
 def test_all_ranks_report_the_metrics_of_one(folder: Path, name: str) -> None:
     one, two, other = (results(folder, *where)[name]["metrics"] for where in ((1,), (2, 0), (2, 1)))
     timed = {"tokens_per_second", "timing_s/train", "mfu", "kl", "correction/mean", "reference_kl"}

@@ -59,6 +59,83 @@ def test_streamed_equals_batched(name: str) -> None:
     assert_close(streamed, whole)
 
 
+REGIONS = {"binary_tv": 0.15, "binary_kl": 0.05}
+"""Trust regions in place of the clip, with their default thresholds."""
+CORRECTIONS = ["token_truncate", "sequence_truncate", "token_mask", "sequence_mask", "geometric_mask"]
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "longcat", "reinforce_pp"])
+@pytest.mark.parametrize("region", REGIONS)
+def test_a_trust_region_in_place_of_the_clip_equals_the_plain_formula(name: str, region: str) -> None:
+    batch = groups(model=llama(initializer_range=0.6), noise=0.8)  # likely tokens too: rare ones hardly diverge
+    for delta in (None, 0.005):
+        model = llama(initializer_range=0.6)
+        plain.objective(name, model, batch, CONSTANT, (region, delta or REGIONS[region])).backward()
+        algorithm = {"name": name, "constant_length": CONSTANT, "trust_region": region, "trust_region_delta": delta}
+        made = llama(initializer_range=0.6)
+        assert_close(step_gradient(made, [batch], micro_batch_tokens=70, algorithm=algorithm), gradients(model))
+    free = llama(initializer_range=0.6)
+    plain.objective(name, free, batch, CONSTANT, (region, 1e9)).backward()
+    masked, unmasked = gradients(model), gradients(free)
+    assert any(not torch.allclose(masked[key], unmasked[key]) for key in masked), "no token was masked"
+
+
+def test_a_trust_region_masks_only_tokens_that_move_further_away() -> None:
+    """The same divergence is kept where the advantage pulls the token back."""
+    batch = pack(groups(count=1, longest=9, noise=0)[0].trajectories)
+    behaviour = torch.full_like(batch.behaviour, -0.7)
+    same = batch.__class__(**{n: getattr(batch, n) for n in batch.__slots__} | {"behaviour": behaviour})
+    for shift, kept_sign in ((0.6, -1), (-0.6, 1)):
+        for region in REGIONS:
+            config = AlgorithmConfig.model_validate({"name": "dapo", "trust_region": region})
+            logprobs = (behaviour + shift).requires_grad_()
+            advantages = torch.tensor([1.0, -1.0, 2.0, -2.0])
+            output = PolicyOutput(logprobs, torch.zeros_like(logprobs))
+            loss = micro_loss(config, output, same, advantages, References())
+            (found,) = torch.autograd.grad(loss.total, logprobs)
+            of_token = advantages[batch.sequence]
+            wanted = torch.where(of_token * kept_sign > 0, -of_token * np.exp(shift), torch.zeros_like(of_token))
+            torch.testing.assert_close(found, wanted)
+            assert float(loss.sums["clipped"]) == int((of_token * kept_sign < 0).sum())
+
+
+def test_a_masked_token_whose_ratio_overflows_has_no_gradient() -> None:
+    batch = pack(groups(count=1, longest=9, noise=0)[0].trajectories)
+    behaviour = torch.full_like(batch.behaviour, -1e6)
+    same = batch.__class__(**{n: getattr(batch, n) for n in batch.__slots__} | {"behaviour": behaviour})
+    logprobs = torch.full_like(behaviour, -1e-9).requires_grad_()  # its probability rounds to 1
+    for region in REGIONS:
+        config = AlgorithmConfig.model_validate({"name": "dapo", "trust_region": region})
+        output = PolicyOutput(logprobs, torch.zeros_like(logprobs))
+        loss = micro_loss(config, output, same, torch.ones(4), References())
+        (found,) = torch.autograd.grad(loss.total, logprobs)
+        assert float(loss.total.detach()) == 0
+        assert not found.any()
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [{"trust_region": region, "trust_region_delta": 0.005} for region in REGIONS]
+    + [{"correction": correction} for correction in CORRECTIONS],
+    ids=lambda pieces: next(iter(pieces.values())),
+)
+def test_pieces_streamed_equal_batched(pieces: dict[str, Any]) -> None:
+    batch = groups(count=5, model=llama())
+    algorithm = {"name": "dapo"} | pieces
+    whole = step_gradient(llama(), [batch], micro_batch_tokens=4096, algorithm=algorithm)
+    streamed = step_gradient(llama(), [[group] for group in batch], micro_batch_tokens=50, algorithm=algorithm)
+    assert_close(streamed, whole)
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS[:4])
+def test_default_bounds_of_corrections_are_bit_for_bit_one_half_and_two(correction: str) -> None:
+    batch = groups(model=llama())
+    bounds = {"correction_low": 0.5, "correction_high": 2.0}
+    wanted = step_gradient(llama(), [batch], algorithm={"correction": correction, **bounds})
+    found = step_gradient(llama(), [batch], algorithm={"correction": correction})
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_packed_equals_padded_with_and_without_tied_embeddings(tied: bool) -> None:
     batch = groups(model=llama(tie_word_embeddings=tied))
@@ -81,16 +158,19 @@ def test_gradient_checkpointing_changes_nothing() -> None:
     assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("correction", ["none", "token_truncate", "sequence_truncate", "token_mask", "sequence_mask"])
-@pytest.mark.parametrize("name", all_algorithms())
-def test_gradients_of_every_loss_against_finite_differences(name: str, correction: str) -> None:
+@pytest.mark.parametrize("correction", ["none", *CORRECTIONS])
+@pytest.mark.parametrize(
+    ("name", "region"), [*((n, "clip") for n in all_algorithms()), *(("dapo", r) for r in REGIONS)]
+)
+def test_gradients_of_every_loss_against_finite_differences(name: str, region: str, correction: str) -> None:
     """The derivatives with respect to the log-prob and entropy of each token, in double precision and away from the
-    points where clipping starts."""
+    points where clipping or masking starts."""
     config = AlgorithmConfig.model_validate(
         {
             "name": name,
             "constant_length": CONSTANT,
             "correction": correction,
+            "trust_region": region,
             "kl_coefficient": 0.3,
             "entropy_coefficient": 0.2,
         }
@@ -124,7 +204,11 @@ def test_gradients_of_every_loss_against_finite_differences(name: str, correctio
         base = (inputs[0] - (anchor if correction != "none" else batch.behaviour.double())).detach().exp()
         gap = (anchor - batch.behaviour.double()).exp()
         weight = base.clamp(0, 1.28) * advantages[batch.sequence]
-        if correction != "none":
+        if correction == "geometric_mask":
+            sums = torch.zeros(4, dtype=torch.float64).index_add(0, batch.sequence, gap.log())
+            used = (sums / batch.lengths).exp()[batch.sequence]
+            weight = weight * ((used >= 0.9) & (used <= 1.1))
+        elif correction != "none":
             sums = torch.zeros(4, dtype=torch.float64).index_add(0, batch.sequence, gap.log())[batch.sequence].exp()
             used = sums if correction.startswith("sequence") else gap
             weight = weight * (
@@ -142,9 +226,15 @@ def test_corrections_follow_their_formulas() -> None:
     policy = PolicyOutput(anchor.clone().requires_grad_(), torch.zeros_like(anchor))
     advantages = torch.tensor([1.0, -1.0, 2.0, -2.0])
     gap = np.exp((anchor - batch.behaviour).numpy().astype(np.float64))
-    for kind in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"):
+    masked = 0
+    for kind in CORRECTIONS:
         config = AlgorithmConfig.model_validate(
-            {"name": "dapo", "correction": kind, "correction_low": 0.8, "correction_high": 1.2}
+            {"name": "dapo", "correction": kind}
+            | (
+                {"correction_low": 0.95, "correction_high": 1.05}
+                if kind == "geometric_mask"
+                else {"correction_low": 0.8, "correction_high": 1.2}
+            )
         )
         (found,) = torch.autograd.grad(
             micro_loss(config, policy, batch, advantages, References()).total, policy.logprobs
@@ -154,10 +244,15 @@ def test_corrections_follow_their_formulas() -> None:
             value = float(np.prod(gap[siblings.numpy()])) if kind.startswith("sequence") else float(gap[token])
             if kind.endswith("truncate"):
                 weight = min(value, 1.2)
+            elif kind == "geometric_mask":
+                mean = float(np.prod(gap[siblings.numpy()])) ** (1 / int(siblings.sum()))
+                weight = 1.0 if 0.95 <= mean <= 1.05 else 0.0
+                masked += weight == 0.0
             else:
                 weight = value if 0.8 <= value <= 1.2 else 0.0
             wanted = -weight * float(advantages[batch.sequence[token]])
             assert float(found[token]) == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+    assert 0 < masked < len(anchor)
 
 
 def test_kl_entropy_and_temperature_against_the_plain_formula() -> None:

@@ -28,6 +28,7 @@ MODELS: dict[str, Any] = {
     "lora": llama,
     "offload": llama,
     "checkpointing": llama,
+    "corrected": llama,
 }
 SETTINGS: dict[str, Any] = {name: {"optimiser": {"learning_rate": 1e-2}, "micro_batch_tokens": 60} for name in MODELS}
 SETTINGS["moe-alone"] = SETTINGS["moe-alone"] | {"micro_batch_tokens": 10_000}  # one of two ranks has no micro-batch
@@ -37,6 +38,10 @@ SETTINGS["checkpointing"] = SETTINGS["checkpointing"] | {
     "gradient_checkpointing": True,
     "algorithm": {"name": "dapo", "kl_coefficient": 0.1},
     "mini_batches": 2,
+}
+SETTINGS["corrected"] = SETTINGS["corrected"] | {
+    "optimiser": {"learning_rate": 1e-2, "ess_scaling": True},
+    "algorithm": {"name": "dapo", "trust_region": "binary_tv", "trust_region_delta": 0.005},
 }
 
 

@@ -13,7 +13,14 @@ from torch import Tensor
 
 from dora_rl.trainer.algorithms import get_algorithm
 from dora_rl.trainer.algorithms.algorithm import TokenBatch
-from dora_rl.trainer.algorithms.losses import gap_weights, kl_estimate, sequence_sum, token_weights
+from dora_rl.trainer.algorithms.losses import (
+    divergence_kept,
+    gap_weights,
+    kl_estimate,
+    masked_surrogate,
+    sequence_sum,
+    token_weights,
+)
 from dora_rl.trainer.config import AlgorithmConfig
 from dora_rl.trainer.packing import MicroBatch
 from dora_rl.trainer.policy import PolicyOutput
@@ -41,6 +48,9 @@ class MicroLoss(NamedTuple):
     """[S] estimates of KL(behaviour policy || policy), summed over the tokens of each trajectory."""
     gap: Tensor
     """[N] log-prob of each token under the behaviour policy minus that under the policy."""
+    log_weight: Tensor
+    """[S] log of the importance weight of each trajectory: its log-prob under the policy minus that under the behaviour
+    policy, in float64."""
     max_ratio: Tensor
 
 
@@ -58,13 +68,14 @@ def micro_loss(
         sequence=batch.sequence,
         lengths=batch.lengths,
     )
-    policy = algorithm.policy_loss(tokens, config.bounds)
+    if config.trust_region == "clip":
+        policy = algorithm.policy_loss(tokens, config.bounds)
+    else:
+        policy = masked_surrogate(tokens, divergence_kept(config.trust_region, tokens, config.delta))
     loss = policy.loss
     sums = {"tokens": torch.ones_like(start).sum(), "entropy": output.entropy.detach().sum()}
     if corrected:
-        weights = gap_weights(
-            config.correction, start - batch.behaviour, tokens, config.correction_low, config.correction_high
-        )
+        weights = gap_weights(config.correction, start - batch.behaviour, tokens, *config.correction_bounds)
         loss = loss * weights
         sums["correction"] = weights.sum()
     if config.kl_coefficient:
@@ -89,5 +100,6 @@ def micro_loss(
         sums=sums,
         kl=sequence_sum(divergence, batch.sequence, len(batch.lengths)),
         gap=batch.behaviour - now,
+        log_weight=sequence_sum((now - batch.behaviour).double(), batch.sequence, len(batch.lengths)),
         max_ratio=policy.ratio.max(),
     )

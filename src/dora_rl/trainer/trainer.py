@@ -15,6 +15,7 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -27,7 +28,7 @@ from dora_rl.core.interfaces import WeightSink
 from dora_rl.core.probe import Probe
 from dora_rl.core.trajectory import Group, Trajectory
 from dora_rl.core.types import Fingerprint, Record, StepId, TrajectoryId, Version
-from dora_rl.trainer import logprob_gap, metrics, trainable
+from dora_rl.trainer import effective_samples, logprob_gap, metrics, trainable
 from dora_rl.trainer.algorithms.losses import denominator
 from dora_rl.trainer.config import TrainerConfig
 from dora_rl.trainer.moe import Routers
@@ -103,7 +104,7 @@ class Trainer:
         if not opened.groups:
             raise IntegrityError(f"step {step} has no groups to apply")
         begin = time.perf_counter()
-        rate = learning_rate(self.config.optimiser, self.optimiser.updates)
+        scheduled = learning_rate(self.config.optimiser, self.optimiser.updates)
         norms: list[float] = []
         with self._cleared_on_error():
             if self.config.streams:
@@ -113,7 +114,7 @@ class Trainer:
         opened.seconds += time.perf_counter() - begin
         self._open = None
         self.version += 1
-        return StepReport(step=step, version=self.version, metrics=self._metrics(opened, norms, rate))
+        return StepReport(step=step, version=self.version, metrics=self._metrics(opened, norms, scheduled))
 
     def abandon(self) -> None:
         """Discard the open step and its gradients."""
@@ -186,6 +187,8 @@ class Trainer:
             self._add_metrics(opened, totals, batch, loss)
         for key, value in totals.items():
             opened.sums[key] = opened.sums.get(key, 0.0) + float(value)
+        for key in effective_samples.KEYS:
+            opened.update_weights[key] = opened.update_weights.get(key, 0.0) + float(totals.get(key, 0.0))
         culprits = self.rank_group.union(bad)
         if culprits:
             raise NonFiniteError("the loss", opened.step, culprits)
@@ -240,6 +243,7 @@ class Trainer:
             "mismatch_kl": loss.kl[fresh].sum(),
             "mismatch_gap": distances.sum(),
             "fresh_tokens": batch.lengths[fresh].sum(),
+            **effective_samples.weight_sums(loss.log_weight),
         }
         for key, value in sums.items():
             totals[key] = totals[key] + value if key in totals else value.clone()
@@ -257,10 +261,24 @@ class Trainer:
         norm = self.optimiser.gradient_norm(scale)
         if not torch.isfinite(torch.tensor(norm)):
             raise NonFiniteError("the gradient", opened.step, self._culprits(opened))
-        self.optimiser.update(scale, norm)
+        opened.rates.append(self.optimiser.update(scale, norm, self._rate_factor(opened)))
+        opened.update_weights.clear()
         opened.total_denominator += opened.denominator
         opened.denominator = 0
         return [norm]
+
+    def _rate_factor(self, opened: OpenStep) -> float:
+        """The square root of the relative effective sample size of this update, if it scales the learning rate.
+
+        VCPO (arXiv 2602.17616) scales by the square root since for AdamW the learning rate that suits a batch grows
+        with the square root of its size. An update in which nothing was computed is not scaled.
+        """
+        if not self.config.optimiser.ess_scaling:
+            return 1.0
+        mine = [opened.update_weights.get(key, 0.0) for key in effective_samples.KEYS]
+        sums = self.rank_group.sum(torch.tensor(mine, dtype=torch.float64)).tolist()
+        size = effective_samples.relative_size(dict(zip(effective_samples.KEYS, sums, strict=True)))
+        return 1.0 if size is None else math.sqrt(size)
 
     def _culprits(self, opened: OpenStep) -> tuple[TrajectoryId, ...]:
         """The trajectories with a non-finite gradient: each is computed again alone, by all ranks together."""
@@ -295,7 +313,7 @@ class Trainer:
             return torch.autocast(self.policy.device.type, torch.bfloat16)
         return contextlib.nullcontext()
 
-    def _metrics(self, opened: OpenStep, norms: list[float], rate: float) -> dict[str, float]:
+    def _metrics(self, opened: OpenStep, norms: list[float], scheduled: float) -> dict[str, float]:
         # A fixed list of names, not what this rank happened to measure, so that all ranks reduce the same values.
         keys = [key for key in metrics.SUMS if self.rank_group.size > 1 or key in opened.sums]
         counts = [float(opened.packed_tokens), float(opened.trained_tokens), float(opened.attended_pairs)]
@@ -320,7 +338,7 @@ class Trainer:
             "batch/groups_skipped": float(len(opened.skipped)),
             "batch/updates": float(len(norms)),
             "gradient_norm": max(norms, default=0.0),
-            "learning_rate": rate,
+            "learning_rate": opened.rates[0] if opened.rates else scheduled,
             "tokens_per_second": trained_tokens / seconds,
             "timing_s/train": seconds,
             "mfu": flops / seconds / (metrics.peak_flops(self.policy.device.type) * self.rank_group.size),
