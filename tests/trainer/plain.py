@@ -106,6 +106,33 @@ def masked_losses(kind: str, delta: float, logprobs: Tensor, behaviour: Tensor, 
     return losses
 
 
+def second_moment_losses(threshold: float, rows: list[tuple[Tensor, Tensor, float]]) -> list[list[Tensor]]:
+    """The losses of all trained tokens of an update; a row has log-probs, behaviour log-probs and the advantage.
+
+    The token with the largest squared log ratio is masked until the mean square is small enough.
+    """
+    squares = {}
+    for row, (logprobs, behaviour, advantage) in enumerate(rows):
+        for token, gap in enumerate((logprobs.detach() - behaviour).double().tolist()):
+            if gap * advantage > 0:
+                squares[row, token] = gap * gap
+    masked = set()
+    while squares and sum(squares.values()) / len(squares) > threshold:
+        worst = max(squares, key=lambda at: squares[at])
+        masked.add(worst)
+        del squares[worst]
+    losses = []
+    for row, (logprobs, behaviour, advantage) in enumerate(rows):
+        surrogate = -torch.exp(logprobs - behaviour) * advantage
+        losses.append([0.0 * loss if (row, token) in masked else loss for token, loss in enumerate(surrogate)])
+    return losses
+
+
+def vetoed(threshold: float, logprobs: Tensor, behaviour: Tensor, advantage: float) -> bool:
+    """Whether a trajectory is left out: it is a bad one, and has a token that has become extremely unlikely."""
+    return advantage < 0 and any(new - old < math.log(threshold) for new, old in zip(logprobs, behaviour, strict=True))
+
+
 def relative_ess(model: Any, groups: list[Group]) -> float:
     """(sum w)^2 / (n sum w^2) of the trajectories' importance weights."""
     trajectories = [t for g in groups for t in g.trajectories]
@@ -137,17 +164,29 @@ AGGREGATIONS = {
 
 
 def objective(
-    name: str, model: Any, groups: list[Group], constant_length: int, region: tuple[str, float] | None = None
+    name: str,
+    model: Any,
+    groups: list[Group],
+    constant_length: int,
+    region: tuple[str, float] | None = None,
+    veto: float | None = None,
 ) -> Tensor:
     """The loss of a whole step, on one padded batch; `region` is a trust region in place of the clip."""
     trajectories = [t for g in groups for t in g.trajectories]
     logprobs, _ = padded_logprobs(model, trajectories)
-    rows = []
+    rows, inputs = [], []
     for row, (trajectory, advantage) in enumerate(zip(trajectories, advantages_of(name, groups), strict=True)):
         trained = torch.from_numpy(np.flatnonzero(trajectory.loss_mask))
         behaviour = torch.from_numpy(trajectory.behaviour_logprobs.copy())[trained]
+        inputs.append((logprobs[row, trained], behaviour, advantage))
         if region is None:
             rows.append(trajectory_losses(name, logprobs[row, trained], behaviour, advantage))
-        else:
+        elif region[0] != "second_moment":
             rows.append(masked_losses(*region, logprobs[row, trained], behaviour, advantage))
+    if region is not None and region[0] == "second_moment":
+        rows = second_moment_losses(region[1], inputs)
+    if veto is not None:
+        rows = [
+            [0.0 * loss for loss in row] if vetoed(veto, *of) else row for row, of in zip(rows, inputs, strict=True)
+        ]
     return average(AGGREGATIONS[name], rows, constant_length)

@@ -129,6 +129,8 @@ def test_every_update_is_scaled_by_its_own_trajectories(monkeypatch: pytest.Monk
         ({"algorithm": {"name": "cispo", "trust_region": "binary_kl"}}, "which 'cispo' does not have"),
         ({"algorithm": {"name": "supervised", "trust_region": "binary_kl"}}, "which 'supervised' does not have"),
         ({"algorithm": {"trust_region": "binary_kl", "clip_high": 0.3}}, "clip_high has no effect with trust_region"),
+        ({"algorithm": {"name": "gspo", "trust_region": "second_moment"}}, "which 'gspo' does not have"),
+        ({"algorithm": {"name": "supervised", "veto": 1e-4}}, "has no ratios to veto"),
         ({"algorithm": {"trust_region_delta": 0.1}}, "trust_region_delta has no effect on a clip"),
     ],
 )

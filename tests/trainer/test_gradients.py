@@ -7,10 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dora_rl.core.trajectory import Group
 from dora_rl.trainer.algorithms import all_algorithms
-from dora_rl.trainer.config import AlgorithmConfig
+from dora_rl.trainer.algorithms.losses import second_moment_kept
+from dora_rl.trainer.config import AlgorithmConfig, TrainerConfig
 from dora_rl.trainer.objective import References, micro_loss
 from dora_rl.trainer.packing import pack
 from dora_rl.trainer.policy import PolicyOutput
@@ -59,7 +62,7 @@ def test_streamed_equals_batched(name: str) -> None:
     assert_close(streamed, whole)
 
 
-REGIONS = {"binary_tv": 0.15, "binary_kl": 0.05}
+REGIONS = {"binary_tv": 0.15, "binary_kl": 0.05, "second_moment": 0.04}
 """Trust regions in place of the clip, with their default thresholds."""
 CORRECTIONS = ["token_truncate", "sequence_truncate", "token_mask", "sequence_mask", "geometric_mask"]
 
@@ -86,7 +89,7 @@ def test_a_trust_region_masks_only_tokens_that_move_further_away() -> None:
     behaviour = torch.full_like(batch.behaviour, -0.7)
     same = batch.__class__(**{n: getattr(batch, n) for n in batch.__slots__} | {"behaviour": behaviour})
     for shift, kept_sign in ((0.6, -1), (-0.6, 1)):
-        for region in REGIONS:
+        for region in ("binary_tv", "binary_kl"):
             config = AlgorithmConfig.model_validate({"name": "dapo", "trust_region": region})
             logprobs = (behaviour + shift).requires_grad_()
             advantages = torch.tensor([1.0, -1.0, 2.0, -2.0])
@@ -104,10 +107,11 @@ def test_a_masked_token_whose_ratio_overflows_has_no_gradient() -> None:
     behaviour = torch.full_like(batch.behaviour, -1e6)
     same = batch.__class__(**{n: getattr(batch, n) for n in batch.__slots__} | {"behaviour": behaviour})
     logprobs = torch.full_like(behaviour, -1e-9).requires_grad_()  # its probability rounds to 1
+    none = torch.zeros_like(batch.sequence, dtype=torch.bool)
     for region in REGIONS:
         config = AlgorithmConfig.model_validate({"name": "dapo", "trust_region": region})
         output = PolicyOutput(logprobs, torch.zeros_like(logprobs))
-        loss = micro_loss(config, output, same, torch.ones(4), References())
+        loss = micro_loss(config, output, same, torch.ones(4), References(kept=none))
         (found,) = torch.autograd.grad(loss.total, logprobs)
         assert float(loss.total.detach()) == 0
         assert not found.any()
@@ -116,8 +120,9 @@ def test_a_masked_token_whose_ratio_overflows_has_no_gradient() -> None:
 @pytest.mark.parametrize(
     "pieces",
     [{"trust_region": region, "trust_region_delta": 0.005} for region in REGIONS]
-    + [{"correction": correction} for correction in CORRECTIONS],
-    ids=lambda pieces: next(iter(pieces.values())),
+    + [{"correction": correction} for correction in CORRECTIONS]
+    + [{"veto": 0.5}, {"trust_region": "second_moment", "veto": 0.5, "correction": "token_mask"}],
+    ids=lambda pieces: "-".join(f"{key}={value}" for key, value in pieces.items()),
 )
 def test_pieces_streamed_equal_batched(pieces: dict[str, Any]) -> None:
     batch = groups(count=5, model=llama())
@@ -125,6 +130,106 @@ def test_pieces_streamed_equal_batched(pieces: dict[str, Any]) -> None:
     whole = step_gradient(llama(), [batch], micro_batch_tokens=4096, algorithm=algorithm)
     streamed = step_gradient(llama(), [[group] for group in batch], micro_batch_tokens=50, algorithm=algorithm)
     assert_close(streamed, whole)
+
+
+@pytest.mark.parametrize(("name", "region"), [("grpo", None), ("gspo", None), ("cispo", None), ("dapo", "binary_tv")])
+def test_a_veto_equals_the_plain_formula(name: str, region: str | None) -> None:
+    batch = groups(model=llama(), noise=0.001 if name == "gspo" else 0.4)
+    threshold = 0.998 if name == "gspo" else 0.5
+    algorithm = settings_of(name)["algorithm"] | {"veto": threshold} | ({"trust_region": region} if region else {})
+    of_region = (region, REGIONS[region]) if region else None
+    model, without = llama(), llama()
+    plain.objective(name, model, batch, CONSTANT, of_region, threshold).backward()
+    plain.objective(name, without, batch, CONSTANT, of_region).backward()
+    wanted, unvetoed = gradients(model), gradients(without)
+    assert any(not torch.allclose(wanted[key], unvetoed[key], rtol=0.1) for key in wanted), "no trajectory was vetoed"
+    assert_close(step_gradient(llama(), [batch], micro_batch_tokens=70, algorithm=algorithm), wanted)
+
+
+def test_a_veto_spares_trajectories_with_a_positive_advantage() -> None:
+    batch = pack(groups(count=1, longest=9, noise=0)[0].trajectories)
+    config = AlgorithmConfig.model_validate({"name": "dapo", "clip_low": 1.0, "veto": 1e-4})
+    logprobs = batch.behaviour.clone()
+    for sequence in (0, 1):
+        logprobs[torch.nonzero(batch.sequence == sequence)[0]] -= 9.3  # e^-9.3 < 1e-4
+    logprobs[torch.nonzero(batch.sequence == 3)[0]] -= 9.1  # e^-9.1 > 1e-4
+    advantages = torch.tensor([1.0, -1.0, -1.0, -1.0])
+    output = PolicyOutput(logprobs.requires_grad_(), torch.zeros_like(logprobs))
+    loss = micro_loss(config, output, batch, advantages, References())
+    (found,) = torch.autograd.grad(loss.total, logprobs)
+    assert [bool(found[batch.sequence == sequence].any()) for sequence in range(4)] == [True, False, True, True]
+    assert float(loss.sums["vetoed"]) == pytest.approx(1)
+
+
+def test_the_share_of_vetoed_trajectories_is_reported() -> None:
+    batch = groups(model=llama())
+    made = trainer(llama(), algorithm={"veto": 0.5}, micro_batch_tokens=50)
+    made.accumulate(0, batch)
+    trajectories = [t for g in batch for t in g.trajectories]
+    logprobs, _ = plain.padded_logprobs(llama(), trajectories)
+    count = 0
+    for row, (trajectory, advantage) in enumerate(zip(trajectories, plain.advantages_of("grpo", batch), strict=True)):
+        trained = torch.from_numpy(np.flatnonzero(trajectory.loss_mask))
+        behaviour = torch.from_numpy(trajectory.behaviour_logprobs.copy())[trained]
+        count += plain.vetoed(0.5, logprobs[row, trained], behaviour, advantage)
+    assert 0 < count < len(trajectories)
+    assert made.apply(0).metrics["off_policy/vetoed"] == pytest.approx(count / len(trajectories))
+
+
+TOKENS = st.lists(st.tuples(st.integers(-20, 20), st.sampled_from([-1.0, 0.0, 0.5, 2.0])), max_size=30)
+
+
+@given(TOKENS, st.sampled_from([0.0004, 0.01, 0.04, 1.0]), st.randoms())
+def test_the_second_moment_of_what_is_kept_is_bounded_and_no_more_is_masked(
+    tokens: list[tuple[int, float]], threshold: float, random: Any
+) -> None:
+    def kept_of(given: list[tuple[int, float]]) -> list[bool]:
+        log_ratios = torch.tensor([ratio / 50 for ratio, _ in given], dtype=torch.float64)
+        advantages = torch.tensor([advantage for _, advantage in given], dtype=torch.float64)
+        return [bool(one) for one in second_moment_kept(log_ratios, advantages, threshold)]
+
+    kept = kept_of(tokens)
+    outwards = [(ratio * advantage > 0) for ratio, advantage in tokens]
+    assert all(one or away for one, away in zip(kept, outwards, strict=True)), "only tokens that move away are masked"
+    squares = [(ratio / 50) ** 2 for ratio, _ in tokens]
+    rest = [square for square, one, away in zip(squares, kept, outwards, strict=True) if one and away]
+    assert not rest or sum(rest) / len(rest) <= threshold + 1e-12
+    out = [square for square, one in zip(squares, kept, strict=True) if not one]
+    if out:
+        assert max(rest, default=0) < min(out), "the largest squares are masked, equal ones together"
+        tied = [square for square in out if square == min(out)]
+        assert sum(rest + tied) / len(rest + tied) > threshold - 1e-12, "one value more would be too much"
+    order = list(range(len(tokens)))
+    random.shuffle(order)
+    assert kept_of([tokens[at] for at in order]) == [kept[at] for at in order]
+
+
+def test_the_second_moment_needs_the_whole_update() -> None:
+    assert TrainerConfig().streams
+    assert TrainerConfig.model_validate({"algorithm": {"trust_region": "binary_tv", "veto": 0.1}}).streams
+    assert not TrainerConfig.model_validate({"algorithm": {"trust_region": "second_moment"}}).streams
+
+
+def test_each_update_has_its_own_second_moment() -> None:
+    """With mini-batches, the tokens of one update do not decide on those of another."""
+    batch = groups(count=2, model=llama())
+    settings: dict[str, Any] = {
+        "algorithm": {"trust_region": "second_moment"},
+        "optimiser": {"learning_rate": 1e-12},
+    }
+    made = trainer(llama(), mini_batches=2, **settings)
+    made.accumulate(0, batch)
+    opened = made._open
+    assert opened is not None
+    made.apply(0)
+    alone = trainer(llama(), **settings)
+    alone.accumulate(0, batch[1:])
+    other = alone._open
+    assert other is not None
+    alone.apply(0)
+    assert opened.kept.keys() == other.kept.keys() == {trajectory.id for trajectory in batch[1].trajectories}
+    assert all(torch.equal(opened.kept[one], other.kept[one]) for one in other.kept)
+    assert not all(bool(tokens.all()) for tokens in other.kept.values())
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS[:4])
@@ -160,9 +265,17 @@ def test_gradient_checkpointing_changes_nothing() -> None:
 
 @pytest.mark.parametrize("correction", ["none", *CORRECTIONS])
 @pytest.mark.parametrize(
-    ("name", "region"), [*((n, "clip") for n in all_algorithms()), *(("dapo", r) for r in REGIONS)]
+    ("name", "region", "veto"),
+    [
+        *((name, "clip", None) for name in all_algorithms()),
+        *(("dapo", region, None) for region in REGIONS),
+        ("dapo", "clip", 0.4),
+        ("dapo", "binary_kl", 0.4),
+    ],
 )
-def test_gradients_of_every_loss_against_finite_differences(name: str, region: str, correction: str) -> None:
+def test_gradients_of_every_loss_against_finite_differences(
+    name: str, region: str, veto: float | None, correction: str
+) -> None:
     """The derivatives with respect to the log-prob and entropy of each token, in double precision and away from the
     points where clipping or masking starts."""
     config = AlgorithmConfig.model_validate(
@@ -171,6 +284,7 @@ def test_gradients_of_every_loss_against_finite_differences(name: str, region: s
             "constant_length": CONSTANT,
             "correction": correction,
             "trust_region": region,
+            "veto": veto,
             "kl_coefficient": 0.3,
             "entropy_coefficient": 0.2,
         }

@@ -11,7 +11,7 @@ from dora_rl.trainer.algorithms import all_algorithms, get_algorithm
 from dora_rl.trainer.algorithms.algorithm import Aggregation, Clip, Correction, TrustRegion
 from dora_rl.trainer.algorithms.losses import ppo_clip
 
-_DELTA: dict[TrustRegion, float] = {"binary_tv": 0.15, "binary_kl": 0.05}
+_DELTA: dict[TrustRegion, float] = {"binary_tv": 0.15, "binary_kl": 0.05, "second_moment": 0.04}
 """Default thresholds of the trust regions, as in the papers."""
 
 
@@ -30,9 +30,12 @@ class AlgorithmConfig(Config):
     clip_negative: float | None = Field(default=None, gt=1)
     """Upper bound of the ratio where the advantage is negative."""
     trust_region: TrustRegion = "clip"
-    """What limits an update: the clip of the ratio, or in its place a mask on tokens whose divergence is too large."""
+    """What limits an update: the clip of the ratio, or in its place a mask on tokens that have diverged too far."""
     trust_region_delta: float | None = Field(default=None, gt=0)
-    """The divergence above which a token is masked: by default 0.15 for binary_tv and 0.05 for binary_kl."""
+    """The divergence above which tokens are masked: by default 0.15 for binary_tv, 0.05 for binary_kl, and 0.04 for
+    second_moment."""
+    veto: float | None = Field(default=None, gt=0, lt=1)
+    """Leave out a trajectory with a negative advantage if the ratio of one of its tokens is below this."""
     correction: Correction = "none"
     """How the gap between the behaviour policy and the trainer's policy at the start of the step is corrected."""
     correction_low: float | None = Field(default=None, ge=0)
@@ -74,6 +77,12 @@ class AlgorithmConfig(Config):
                 raise ValueError(
                     f"{key} has no effect with trust_region = '{self.trust_region}': leave one of them out"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _has_ratios(self) -> Self:
+        if self.veto is not None and self.name == "supervised":
+            raise ValueError("'supervised' has no ratios to veto: leave veto out")
         return self
 
     @property
@@ -190,6 +199,10 @@ class TrainerConfig(Config):
     precision: Literal["float32", "bfloat16"] = "float32"
     """Precision of matrix products; weights, gradients and optimiser state stay float32."""
 
+    measure_gap_every: int = Field(default=0, ge=0)
+    """Every so many steps, measure on one micro-batch of stale trajectories how much of their gap comes from the engine
+    and how much from staleness; this holds past versions in host memory. 0 turns it off."""
+
     @model_validator(mode="after")
     def _has_weights(self) -> Self:
         if self.optimiser.ess_scaling and self.algorithm.name == "supervised":
@@ -198,5 +211,7 @@ class TrainerConfig(Config):
 
     @property
     def streams(self) -> bool:
-        """Whether gradients can be computed as groups arrive: one update, and advantages that need only their group."""
-        return self.mini_batches == self.epochs == 1 and get_algorithm(self.algorithm.name).scope == "group"
+        """Whether gradients can be computed as groups arrive: one update, and neither advantages nor a trust region
+        that need all groups of the update."""
+        whole = get_algorithm(self.algorithm.name).scope == "step" or self.algorithm.trust_region == "second_moment"
+        return self.mini_batches == self.epochs == 1 and not whole

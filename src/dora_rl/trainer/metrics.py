@@ -27,6 +27,7 @@ SUMS = (
     "mismatch_kl",
     "mismatch_gap",
     "policy_kl",
+    "vetoed",
     *effective_samples.KEYS,
 )
 
@@ -72,6 +73,8 @@ def token_metrics(sums: dict[str, float], max_ratio: float, denominator: int) ->
     size = effective_samples.relative_size(sums)
     if size is not None:
         metrics["off_policy/ess"] = size
+    if "vetoed" in sums and sums.get("weighed"):
+        metrics["off_policy/vetoed"] = sums["vetoed"] / sums["weighed"]
     metrics["loss"] = sums["loss"] / denominator
     if sums.get("fresh_tokens"):
         # If rollout and trainer hold the same version, their difference has no other cause than the two engines.

@@ -20,6 +20,7 @@ from dora_rl.trainer.algorithms.losses import (
     masked_surrogate,
     sequence_sum,
     token_weights,
+    vetoed,
 )
 from dora_rl.trainer.config import AlgorithmConfig
 from dora_rl.trainer.packing import MicroBatch
@@ -27,12 +28,15 @@ from dora_rl.trainer.policy import PolicyOutput
 
 
 class References(NamedTuple):
-    """[N] log-probs of the trained tokens under other policies, if the objective needs them."""
+    """[N] what the objective needs beside the policy's output: log-probs of the trained tokens under other policies,
+    and what depends on the whole update."""
 
     reference: Tensor | None = None
     """Under the reference policy of the KL term."""
     anchor: Tensor | None = None
     """Under the trainer's own policy at the start of the step; None if this pass is at the start."""
+    kept: Tensor | None = None
+    """Whether the trust region `second_moment` keeps a token; None keeps all."""
 
 
 class MicroLoss(NamedTuple):
@@ -70,6 +74,9 @@ def micro_loss(
     )
     if config.trust_region == "clip":
         policy = algorithm.policy_loss(tokens, config.bounds)
+    elif config.trust_region == "second_moment":
+        kept = references.kept
+        policy = masked_surrogate(tokens, torch.ones_like(batch.sequence, dtype=torch.bool) if kept is None else kept)
     else:
         policy = masked_surrogate(tokens, divergence_kept(config.trust_region, tokens, config.delta))
     loss = policy.loss
@@ -78,6 +85,10 @@ def micro_loss(
         weights = gap_weights(config.correction, start - batch.behaviour, tokens, *config.correction_bounds)
         loss = loss * weights
         sums["correction"] = weights.sum()
+    if config.veto is not None:
+        out = vetoed(output.logprobs.detach() - batch.behaviour, tokens, config.veto)
+        loss = torch.where(out, torch.zeros_like(loss), loss)
+        sums["vetoed"] = (out / batch.lengths[batch.sequence]).sum()
     if config.kl_coefficient:
         assert references.reference is not None
         kl = kl_estimate(output.logprobs, references.reference)

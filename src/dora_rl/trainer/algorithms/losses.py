@@ -10,6 +10,7 @@ weight refers to the behaviour policy.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from dora_rl.trainer.algorithms.algorithm import Aggregation, Clip, Correction, TokenBatch, TokenLoss, TrustRegion
@@ -72,6 +73,33 @@ def divergence_kept(kind: TrustRegion, tokens: TokenBatch, delta: float) -> Tens
         divergence = -old * log_ratio + others_old * (others_old.log() - others_new.log())
     outwards = log_ratio * tokens.advantages > 0
     return ~(outwards & (divergence > delta))
+
+
+def second_moment_kept(log_ratios: Tensor, advantages: Tensor, threshold: float) -> Tensor:
+    """[N] whether M2PO keeps a token (arXiv 2510.01161); the arguments are [N] over all tokens of an update.
+
+    Of the tokens that the advantage moves further away from the behaviour policy, those with the largest squared log
+    ratio are masked until the mean square of the rest is at most `threshold`. Tokens with equal squares are masked
+    together, so that the order of the tokens does not matter.
+    """
+    import torch
+
+    squares = log_ratios.detach().double().square()
+    outwards = log_ratios * advantages > 0
+    ordered = squares[outwards].sort().values
+    # The means of the k smallest squares grow with k.
+    means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=ordered.device)
+    count = int((means <= threshold).sum())
+    if count == len(ordered):
+        return torch.ones_like(outwards)
+    return ~(outwards & (squares >= ordered[count]))
+
+
+def vetoed(log_ratios: Tensor, tokens: TokenBatch, threshold: float) -> Tensor:
+    """[N] whether a token's trajectory has a negative advantage and a token whose ratio is below `threshold`."""
+    unlikely = (log_ratios < math.log(threshold)).to(log_ratios.dtype)
+    found = sequence_sum(unlikely, tokens.sequence, len(tokens.lengths))[tokens.sequence] > 0
+    return found & (tokens.advantages < 0)
 
 
 def token_weights(aggregation: Aggregation, tokens: TokenBatch, constant_length: int) -> Tensor:
