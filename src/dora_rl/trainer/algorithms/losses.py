@@ -5,7 +5,7 @@ The gap and the ratio: let pi be the current policy, b the behaviour policy that
 anchor) the trainer's own policy at the start of the step; then pi/b = (pi/a) * (a/b). Without a correction, pi/b is the
 ratio that a loss clips. With a correction, the loss clips pi/a, which the updates of this step have moved, and a/b,
 which they can't move, becomes a weight without gradient that is truncated or masked. In both cases the importance
-weight refers to the behaviour policy.
+weight refers to the behaviour policy, except with the geometric mask, which drops trajectories and weighs none.
 """
 
 from __future__ import annotations
