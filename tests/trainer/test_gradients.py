@@ -232,6 +232,15 @@ def test_each_update_has_its_own_second_moment() -> None:
     assert not all(bool(tokens.all()) for tokens in other.kept.values())
 
 
+def test_the_geometric_mask_has_bounds_of_its_own() -> None:
+    def bounds(**settings: Any) -> tuple[float, float]:
+        return AlgorithmConfig.model_validate(settings).correction_bounds
+
+    assert bounds(correction="geometric_mask") == (0.9, 1.1)
+    assert bounds(correction="geometric_mask", correction_low=0.99) == (0.99, 1.1)
+    assert bounds(correction="sequence_mask", correction_high=3.0) == (0.5, 3.0)
+
+
 @pytest.mark.parametrize("correction", CORRECTIONS[:4])
 def test_default_bounds_of_corrections_are_bit_for_bit_one_half_and_two(correction: str) -> None:
     batch = groups(model=llama())
