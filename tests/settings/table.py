@@ -300,6 +300,15 @@ RUN: Table = {
     "trainer.algorithm.clip_negative": Row(
         "trainer.objective:micro_loss", "settings/test_training.py::test_another_value_gives_other_weights"
     ),
+    "trainer.algorithm.trust_region": Row(
+        "trainer.objective:micro_loss", "settings/test_training.py::test_another_value_gives_other_weights"
+    ),
+    "trainer.algorithm.trust_region_delta": Row(
+        "trainer.objective:micro_loss", "settings/test_training.py::test_another_value_gives_other_weights"
+    ),
+    "trainer.algorithm.veto": Row(
+        "trainer.objective:micro_loss", "settings/test_training.py::test_another_value_gives_other_weights"
+    ),
     "trainer.algorithm.correction": Row(
         "trainer.objective:micro_loss", "settings/test_training.py::test_another_value_gives_other_weights"
     ),
@@ -346,6 +355,9 @@ RUN: Table = {
     "trainer.optimiser.max_gradient_norm": Row(
         "trainer.optimiser:Optimiser.update", "settings/test_training.py::test_another_value_gives_other_weights"
     ),
+    "trainer.optimiser.ess_scaling": Row(
+        "trainer.trainer:Trainer._rate_factor", "settings/test_training.py::test_another_value_gives_other_weights"
+    ),
     "trainer.optimiser.offload": Row(
         "trainer.optimiser:Optimiser.__init__", "settings/test_training.py::test_memory_settings_take_effect"
     ),
@@ -381,6 +393,9 @@ RUN: Table = {
     ),
     "trainer.gradient_checkpointing": Row(
         "trainer.trainer:Trainer.__init__", "settings/test_training.py::test_memory_settings_take_effect"
+    ),
+    "trainer.measure_gap_every": Row(
+        "trainer.trainer:Trainer._measure_gaps", "settings/test_training.py::test_gaps_are_measured_as_configured"
     ),
     "trainer.precision": Row(
         "trainer.trainer:Trainer._precision", "settings/test_training.py::test_another_value_gives_other_weights"

@@ -26,6 +26,7 @@ ALGORITHM = "trainer.algorithm."
 LORA = {"trainer": {"lora": {"rank": 2, "alpha": 8, "targets": ["q_proj", "v_proj"]}}}
 FALLS = {"trainer": {"optimiser": {"schedule": "linear", "total_updates": 8}}}
 MASKS = {"trainer": {"algorithm": {"correction": "token_mask"}}}
+DIVERGES = {"trainer": {"algorithm": {"trust_region": "binary_tv"}}}
 CAPS = {"trainer": {"algorithm": {"correction": "token_truncate", "correction_high": 1.5}}}
 CONSTANT = {"trainer": {"algorithm": {"aggregation": "constant_length", "constant_length": 30}}}
 
@@ -44,13 +45,20 @@ CHANGES: list[tuple[str, Any, dict[str, Any]]] = [
     (OPTIMISER + "total_updates", 4, FALLS),
     (OPTIMISER + "final_share", 0.5, FALLS),
     (OPTIMISER + "max_gradient_norm", 1e-3, {}),
+    (OPTIMISER + "ess_scaling", True, {}),
     (ALGORITHM + "name", "rloo", {}),
     (ALGORITHM + "aggregation", "token_mean", {}),
     (ALGORITHM + "constant_length", 60, merged(CONSTANT, FREE)),
     (ALGORITHM + "clip_low", 0.01, {}),
     (ALGORITHM + "clip_high", 0.01, {}),
     (ALGORITHM + "clip_negative", 1.05, {}),
+    (ALGORITHM + "trust_region", "binary_tv", {}),
+    (ALGORITHM + "trust_region", "binary_kl", {}),
+    (ALGORITHM + "trust_region", "second_moment", {}),
+    (ALGORITHM + "trust_region_delta", 0.001, DIVERGES),
+    (ALGORITHM + "veto", 0.5, {}),
     (ALGORITHM + "correction", "token_truncate", {}),
+    (ALGORITHM + "correction", "geometric_mask", {}),
     (ALGORITHM + "correction_low", 0.9, MASKS),
     (ALGORITHM + "correction_high", 1.01, MASKS),
     (ALGORITHM + "correction_high", 1.05, CAPS),
@@ -167,6 +175,15 @@ def test_updates_are_counted(base: Path) -> None:
     assert usual(base, {})[1]["batch/updates"] == 1
     assert trained(base, at(TRAINER + "mini_batches", 2))[1]["batch/updates"] == 2
     assert trained(base, at(TRAINER + "mini_batches", 2), at(TRAINER + "epochs", 3))[1]["batch/updates"] == 6
+
+
+def test_gaps_are_measured_as_configured(base: Path) -> None:
+    """In every step with stale groups if `trainer.measure_gap_every` is 1, within the staleness bound of the run."""
+    for every, bound, wanted in ((0, 3, False), (1, 3, True), (1, 0, False)):
+        folder = folder_of(base, at(TRAINER + "measure_gap_every", every), at("control.max_staleness", bound))
+        with TrainerHarness(folder) as harness:
+            harness.step(groups(0, 0))
+            assert ("off_policy/engine_kl" in harness.step(groups(4, 0))) == wanted
 
 
 def test_a_mini_batch_is_a_subset_of_the_groups(base: Path) -> None:

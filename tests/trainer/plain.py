@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,65 @@ def trajectory_losses(name: str, logprobs: Tensor, behaviour: Tensor, advantage:
     return losses
 
 
+def divergence(kind: str, logprob: float, behaviour: float) -> float:
+    """The divergence of (this token, any other token) under the behaviour policy from that under the policy."""
+    new, old = math.exp(logprob), math.exp(behaviour)
+    if kind == "binary_tv":
+        return abs(new - old)
+    others = (1 - old) * math.log((1 - old) / (1 - new)) if old < 1 else 0.0
+    return old * math.log(old / new) + others
+
+
+def masked_losses(kind: str, delta: float, logprobs: Tensor, behaviour: Tensor, advantage: float) -> list[Tensor]:
+    """The loss of each trained token of one trajectory, with a mask on divergence in place of the clip."""
+    losses = []
+    for new, old in zip(logprobs, behaviour, strict=True):
+        away = (new > old and advantage > 0) or (new < old and advantage < 0)
+        masked = away and divergence(kind, float(new.detach()), float(old)) > delta
+        losses.append(0.0 * new if masked else -torch.exp(new - old) * advantage)
+    return losses
+
+
+def second_moment_losses(threshold: float, rows: list[tuple[Tensor, Tensor, float]]) -> list[list[Tensor]]:
+    """The losses of all trained tokens of an update; a row has log-probs, behaviour log-probs and the advantage.
+
+    The token with the largest squared log ratio is masked until the mean square is small enough.
+    """
+    squares = {}
+    for row, (logprobs, behaviour, advantage) in enumerate(rows):
+        for token, gap in enumerate((logprobs.detach() - behaviour).double().tolist()):
+            if gap * advantage > 0:
+                squares[row, token] = gap * gap
+    masked = set()
+    while squares and sum(squares.values()) / len(squares) > threshold:
+        worst = max(squares, key=lambda at: squares[at])
+        masked.add(worst)
+        del squares[worst]
+    losses = []
+    for row, (logprobs, behaviour, advantage) in enumerate(rows):
+        surrogate = -torch.exp(logprobs - behaviour) * advantage
+        losses.append([0.0 * loss if (row, token) in masked else loss for token, loss in enumerate(surrogate)])
+    return losses
+
+
+def vetoed(threshold: float, logprobs: Tensor, behaviour: Tensor, advantage: float) -> bool:
+    """Whether a trajectory is left out: it is a bad one, and has a token that has become extremely unlikely."""
+    return advantage < 0 and any(new - old < math.log(threshold) for new, old in zip(logprobs, behaviour, strict=True))
+
+
+def relative_ess(model: Any, groups: list[Group]) -> float:
+    """(sum w)^2 / (n sum w^2) of the trajectories' importance weights."""
+    trajectories = [t for g in groups for t in g.trajectories]
+    with torch.no_grad():
+        logprobs, _ = padded_logprobs(model, trajectories)
+    weights = []
+    for row, trajectory in enumerate(trajectories):
+        trained = np.flatnonzero(trajectory.loss_mask)
+        ratios = np.exp(logprobs[row].numpy()[trained].astype(np.float64) - trajectory.behaviour_logprobs[trained])
+        weights.append(float(np.prod(ratios)))
+    return sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights))
+
+
 def average(kind: str, rows: list[list[Tensor]], length: int) -> Tensor:
     """The average of the token losses of all trajectories."""
     tokens = torch.stack([loss for row in rows for loss in row])
@@ -103,13 +163,30 @@ AGGREGATIONS = {
 }  # fmt: skip
 
 
-def objective(name: str, model: Any, groups: list[Group], constant_length: int) -> Tensor:
-    """The loss of a whole step, on one padded batch."""
+def objective(
+    name: str,
+    model: Any,
+    groups: list[Group],
+    constant_length: int,
+    region: tuple[str, float] | None = None,
+    veto: float | None = None,
+) -> Tensor:
+    """The loss of a whole step, on one padded batch; `region` is a trust region in place of the clip."""
     trajectories = [t for g in groups for t in g.trajectories]
     logprobs, _ = padded_logprobs(model, trajectories)
-    rows = []
+    rows, inputs = [], []
     for row, (trajectory, advantage) in enumerate(zip(trajectories, advantages_of(name, groups), strict=True)):
         trained = torch.from_numpy(np.flatnonzero(trajectory.loss_mask))
         behaviour = torch.from_numpy(trajectory.behaviour_logprobs.copy())[trained]
-        rows.append(trajectory_losses(name, logprobs[row, trained], behaviour, advantage))
+        inputs.append((logprobs[row, trained], behaviour, advantage))
+        if region is None:
+            rows.append(trajectory_losses(name, logprobs[row, trained], behaviour, advantage))
+        elif region[0] != "second_moment":
+            rows.append(masked_losses(*region, logprobs[row, trained], behaviour, advantage))
+    if region is not None and region[0] == "second_moment":
+        rows = second_moment_losses(region[1], inputs)
+    if veto is not None:
+        rows = [
+            [0.0 * loss for loss in row] if vetoed(veto, *of) else row for row, of in zip(rows, inputs, strict=True)
+        ]
     return average(AGGREGATIONS[name], rows, constant_length)

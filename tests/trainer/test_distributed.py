@@ -52,10 +52,11 @@ def test_two_ranks_give_the_gradient_and_weights_of_one(folder: Path, name: str)
         torch.testing.assert_close(two["weights"][key], tensor, atol=2e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["untied", "moe-alone"])
+@pytest.mark.parametrize("name", ["untied", "moe-alone", "corrected", "whole", "gaps"])
 def test_all_ranks_report_the_metrics_of_one(folder: Path, name: str) -> None:
     one, two, other = (results(folder, *where)[name]["metrics"] for where in ((1,), (2, 0), (2, 1)))
     timed = {"tokens_per_second", "timing_s/train", "mfu", "kl", "correction/mean", "reference_kl"}
+    assert ("off_policy/staleness_kl" in one) == (name == "gaps")
     for key in one.keys() - timed:
         assert two[key] == pytest.approx(one[key], rel=1e-3, abs=1e-4), key
         assert other[key] == two[key], key

@@ -113,7 +113,12 @@ def test_nan_in_a_loss_names_the_trajectories_and_leaves_the_weights(settings: d
     assert made.apply(1).version == 2
 
 
-@pytest.mark.parametrize("settings", [{}, {"mini_batches": 3}], ids=["one", "mini_batches"])
+M2PO = {"algorithm": {"trust_region": "second_moment"}}
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"mini_batches": 3}, {"mini_batches": 3, **M2PO}], ids=["one", "mini_batches", "second_moment"]
+)
 def test_nan_in_a_gradient_names_the_trajectories_and_leaves_the_weights(settings: dict[str, Any]) -> None:
     model = llama()
     made = trainer(model, optimiser=FAST, **settings)

@@ -28,6 +28,9 @@ MODELS: dict[str, Any] = {
     "lora": llama,
     "offload": llama,
     "checkpointing": llama,
+    "corrected": llama,
+    "whole": llama,
+    "gaps": llama,
 }
 SETTINGS: dict[str, Any] = {name: {"optimiser": {"learning_rate": 1e-2}, "micro_batch_tokens": 60} for name in MODELS}
 SETTINGS["moe-alone"] = SETTINGS["moe-alone"] | {"micro_batch_tokens": 10_000}  # one of two ranks has no micro-batch
@@ -38,13 +41,19 @@ SETTINGS["checkpointing"] = SETTINGS["checkpointing"] | {
     "algorithm": {"name": "dapo", "kl_coefficient": 0.1},
     "mini_batches": 2,
 }
+SETTINGS["corrected"] = SETTINGS["corrected"] | {
+    "optimiser": {"learning_rate": 1e-2, "ess_scaling": True},
+    "algorithm": {"name": "dapo", "trust_region": "binary_tv", "trust_region_delta": 0.005, "veto": 0.5},
+}
+SETTINGS["gaps"] = SETTINGS["gaps"] | {"measure_gap_every": 1}
+SETTINGS["whole"] = SETTINGS["whole"] | {"algorithm": {"name": "dapo", "trust_region": "second_moment"}}
 
 
 def make(name: str, rank_group: RankGroup) -> Trainer:
     torch.manual_seed(3)
     model = MODELS[name]()
     torch.manual_seed(4)  # adapters start with the same values on all ranks
-    return Trainer(model, TrainerConfig.model_validate(SETTINGS[name]), rank_group=rank_group)
+    return Trainer(model, TrainerConfig.model_validate(SETTINGS[name]), rank_group=rank_group, max_staleness=1)
 
 
 def run(name: str, rank_group: RankGroup) -> dict[str, Any]:
@@ -62,7 +71,7 @@ def run(name: str, rank_group: RankGroup) -> dict[str, Any]:
             if parameter.grad is not None
         }
     made.apply(0)
-    made.accumulate(1, groups(count=3, seed=2, version=1))
+    made.accumulate(1, groups(count=3, seed=2, version=0 if name == "gaps" else 1))
     report = made.apply(1)
     weights = {key: full_tensor(tensor).clone() for key, tensor in made.model.state_dict().items()}
     return {"gradients": gradients, "weights": weights, "metrics": report.metrics}

@@ -8,7 +8,11 @@ from pydantic import Field, field_validator, model_validator
 
 from dora_rl.core.config import Config
 from dora_rl.trainer.algorithms import all_algorithms, get_algorithm
-from dora_rl.trainer.algorithms.algorithm import Aggregation, Clip, Correction
+from dora_rl.trainer.algorithms.algorithm import Aggregation, Clip, Correction, TrustRegion
+from dora_rl.trainer.algorithms.losses import ppo_clip
+
+_DELTA: dict[TrustRegion, float] = {"binary_tv": 0.15, "binary_kl": 0.05, "second_moment": 0.04}
+"""Default thresholds of the trust regions, as in the papers."""
 
 
 class AlgorithmConfig(Config):
@@ -25,12 +29,19 @@ class AlgorithmConfig(Config):
     """The upper bound of the ratio is 1 + clip_high."""
     clip_negative: float | None = Field(default=None, gt=1)
     """Upper bound of the ratio where the advantage is negative."""
+    trust_region: TrustRegion = "clip"
+    """What limits an update: the clip of the ratio, or in its place a mask on tokens that have diverged too far."""
+    trust_region_delta: float | None = Field(default=None, gt=0)
+    """The divergence above which tokens are masked: by default 0.15 for binary_tv, 0.05 for binary_kl, and 0.04 for
+    second_moment."""
+    veto: float | None = Field(default=None, gt=0, lt=1)
+    """Leave out a trajectory with a negative advantage if the ratio of one of its tokens is below this."""
     correction: Correction = "none"
-    """How the gap between the engine's and the trainer's log-probs is corrected."""
-    correction_low: float = Field(default=0.5, ge=0)
-    """Masks drop tokens or trajectories with a gap below this."""
-    correction_high: float = Field(default=2.0, gt=0)
-    """Truncation caps the gap at this; masks drop tokens or trajectories with a gap above it."""
+    """How the gap between the behaviour policy and the trainer's policy at the start of the step is corrected."""
+    correction_low: float | None = Field(default=None, ge=0)
+    """Masks drop tokens or trajectories with a gap below this: by default 0.5, and 0.9 for geometric_mask."""
+    correction_high: float | None = Field(default=None, gt=0)
+    """Truncation caps the gap at this, and masks drop what is above it: by default 2, and 1.1 for geometric_mask."""
     kl_coefficient: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence from the reference policy, which is the policy that training started from."""
     entropy_coefficient: float = 0.0
@@ -50,6 +61,30 @@ class AlgorithmConfig(Config):
             raise ValueError(f"'{self.name}' divides by a constant length: set constant_length")
         return self
 
+    @model_validator(mode="after")
+    def _has_trust_region(self) -> Self:
+        if self.trust_region == "clip":
+            if self.trust_region_delta is not None:
+                raise ValueError("trust_region_delta has no effect on a clip: set trust_region, or clip_low, clip_high")
+            return self
+        if get_algorithm(self.name).policy_loss is not ppo_clip:
+            raise ValueError(
+                f"trust_region = '{self.trust_region}' replaces a clip of token ratios, which '{self.name}' does not "
+                "have: choose another algorithm, such as grpo or dapo, or leave trust_region out"
+            )
+        for key in ("clip_low", "clip_high", "clip_negative"):
+            if getattr(self, key) is not None:
+                raise ValueError(
+                    f"{key} has no effect with trust_region = '{self.trust_region}': leave one of them out"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _has_ratios(self) -> Self:
+        if self.veto is not None and self.name == "supervised":
+            raise ValueError("'supervised' has no ratios to veto: leave veto out")
+        return self
+
     @property
     def averaging(self) -> Aggregation:
         """How token losses are averaged: the setting, or else the algorithm's default."""
@@ -63,6 +98,20 @@ class AlgorithmConfig(Config):
             default.low if self.clip_low is None else self.clip_low,
             default.high if self.clip_high is None else self.clip_high,
             default.negative if self.clip_negative is None else self.clip_negative,
+        )
+
+    @property
+    def delta(self) -> float:
+        """The threshold of a trust region that is no clip: the setting, or else its default."""
+        return _DELTA[self.trust_region] if self.trust_region_delta is None else self.trust_region_delta
+
+    @property
+    def correction_bounds(self) -> tuple[float, float]:
+        """The lower and upper bound of the correction: the settings, or else its defaults."""
+        low, high = (0.9, 1.1) if self.correction == "geometric_mask" else (0.5, 2.0)
+        return (
+            low if self.correction_low is None else self.correction_low,
+            high if self.correction_high is None else self.correction_high,
         )
 
 
@@ -87,6 +136,8 @@ class OptimiserConfig(Config):
     """Share of the learning rate at the end of a falling schedule."""
     max_gradient_norm: float | None = Field(default=1.0, gt=0)
     """Gradients with a larger norm are scaled down to this norm."""
+    ess_scaling: bool = False
+    """Multiply the learning rate of an update by the square root of its relative effective sample size."""
     offload: bool = False
     """Keep the optimiser's state and its copy of the weights in host memory, and run the update there."""
 
@@ -148,7 +199,19 @@ class TrainerConfig(Config):
     precision: Literal["float32", "bfloat16"] = "float32"
     """Precision of matrix products; weights, gradients and optimiser state stay float32."""
 
+    measure_gap_every: int = Field(default=0, ge=0)
+    """Every so many steps, measure on one micro-batch of stale trajectories how much of their gap comes from the engine
+    and how much from staleness; this holds past versions in host memory. 0 turns it off."""
+
+    @model_validator(mode="after")
+    def _has_weights(self) -> Self:
+        if self.optimiser.ess_scaling and self.algorithm.name == "supervised":
+            raise ValueError("'supervised' has no importance weights to scale by: set optimiser.ess_scaling = false")
+        return self
+
     @property
     def streams(self) -> bool:
-        """Whether gradients can be computed as groups arrive: one update, and advantages that need only their group."""
-        return self.mini_batches == self.epochs == 1 and get_algorithm(self.algorithm.name).scope == "group"
+        """Whether gradients can be computed as groups arrive: one update, and neither advantages nor a trust region
+        that need all groups of the update."""
+        whole = get_algorithm(self.algorithm.name).scope == "step" or self.algorithm.trust_region == "second_moment"
+        return self.mini_batches == self.epochs == 1 and not whole

@@ -12,6 +12,7 @@ import torch
 
 from dora_rl.core.trajectory import Group
 from dora_rl.core.types import StepId
+from dora_rl.trainer import effective_samples
 from dora_rl.trainer.moe import Routers
 
 SUMS = (
@@ -26,6 +27,8 @@ SUMS = (
     "mismatch_kl",
     "mismatch_gap",
     "policy_kl",
+    "vetoed",
+    *effective_samples.KEYS,
 )
 
 
@@ -67,6 +70,11 @@ def token_metrics(sums: dict[str, float], max_ratio: float, denominator: int) ->
     }
     metrics = {name: sums[key] / tokens for key, name in named.items() if key in sums}
     metrics["ratio/max"] = max_ratio
+    size = effective_samples.relative_size(sums)
+    if size is not None:
+        metrics["off_policy/ess"] = size
+    if "vetoed" in sums and sums.get("weighed"):
+        metrics["off_policy/vetoed"] = sums["vetoed"] / sums["weighed"]
     metrics["loss"] = sums["loss"] / denominator
     if sums.get("fresh_tokens"):
         # If rollout and trainer hold the same version, their difference has no other cause than the two engines.

@@ -13,19 +13,30 @@ from torch import Tensor
 
 from dora_rl.trainer.algorithms import get_algorithm
 from dora_rl.trainer.algorithms.algorithm import TokenBatch
-from dora_rl.trainer.algorithms.losses import gap_weights, kl_estimate, sequence_sum, token_weights
+from dora_rl.trainer.algorithms.losses import (
+    divergence_kept,
+    gap_weights,
+    kl_estimate,
+    masked_surrogate,
+    sequence_sum,
+    token_weights,
+    vetoed,
+)
 from dora_rl.trainer.config import AlgorithmConfig
 from dora_rl.trainer.packing import MicroBatch
 from dora_rl.trainer.policy import PolicyOutput
 
 
 class References(NamedTuple):
-    """[N] log-probs of the trained tokens under other policies, if the objective needs them."""
+    """[N] what the objective needs beside the policy's output: log-probs of the trained tokens under other policies,
+    and what depends on the whole update."""
 
     reference: Tensor | None = None
     """Under the reference policy of the KL term."""
     anchor: Tensor | None = None
     """Under the trainer's own policy at the start of the step; None if this pass is at the start."""
+    kept: Tensor | None = None
+    """Whether the trust region `second_moment` keeps a token; None keeps all."""
 
 
 class MicroLoss(NamedTuple):
@@ -41,6 +52,9 @@ class MicroLoss(NamedTuple):
     """[S] estimates of KL(behaviour policy || policy), summed over the tokens of each trajectory."""
     gap: Tensor
     """[N] log-prob of each token under the behaviour policy minus that under the policy."""
+    log_weight: Tensor
+    """[S] log of the importance weight of each trajectory: its log-prob under the policy minus that under the behaviour
+    policy, in float64."""
     max_ratio: Tensor
 
 
@@ -58,15 +72,23 @@ def micro_loss(
         sequence=batch.sequence,
         lengths=batch.lengths,
     )
-    policy = algorithm.policy_loss(tokens, config.bounds)
+    if config.trust_region == "clip":
+        policy = algorithm.policy_loss(tokens, config.bounds)
+    elif config.trust_region == "second_moment":
+        kept = references.kept
+        policy = masked_surrogate(tokens, torch.ones_like(batch.sequence, dtype=torch.bool) if kept is None else kept)
+    else:
+        policy = masked_surrogate(tokens, divergence_kept(config.trust_region, tokens, config.delta))
     loss = policy.loss
     sums = {"tokens": torch.ones_like(start).sum(), "entropy": output.entropy.detach().sum()}
     if corrected:
-        weights = gap_weights(
-            config.correction, start - batch.behaviour, tokens, config.correction_low, config.correction_high
-        )
+        weights = gap_weights(config.correction, start - batch.behaviour, tokens, *config.correction_bounds)
         loss = loss * weights
         sums["correction"] = weights.sum()
+    if config.veto is not None:
+        out = vetoed(output.logprobs.detach() - batch.behaviour, tokens, config.veto)
+        loss = torch.where(out, torch.zeros_like(loss), loss)
+        sums["vetoed"] = (out / batch.lengths[batch.sequence]).sum()
     if config.kl_coefficient:
         assert references.reference is not None
         kl = kl_estimate(output.logprobs, references.reference)
@@ -89,5 +111,6 @@ def micro_loss(
         sums=sums,
         kl=sequence_sum(divergence, batch.sequence, len(batch.lengths)),
         gap=batch.behaviour - now,
+        log_weight=sequence_sum((now - batch.behaviour).double(), batch.sequence, len(batch.lengths)),
         max_ratio=policy.ratio.max(),
     )

@@ -38,9 +38,17 @@ class OpenStep:
     total_denominator: int = 0
     """Sum of the denominators of all updates of the step."""
     sums: dict[str, float] = field(default_factory=dict)
+    update_weights: dict[str, float] = field(default_factory=dict)
+    """Sums of importance weights since the last update (`effective_samples.weight_sums`), of this rank."""
+    kept: dict[TrajectoryId, torch.Tensor] = field(default_factory=dict)
+    """Which trained tokens of the current update the trust region `second_moment` keeps, by trajectory."""
+    rates: list[float] = field(default_factory=list)
+    """The learning rates of the updates made."""
     max_ratio: float = 0.0
     gap_counts: torch.Tensor | None = None
     """Numbers of tokens by the distance between engine and trainer log-probs (`logprob_gap.histogram`)."""
+    gaps: dict[str, float] = field(default_factory=dict)
+    """The gap of stale trajectories by its causes, if it was measured in this step."""
     expert_load: list[torch.Tensor] = field(default_factory=list)
     seconds: float = 0.0
     packed_tokens: int = 0

@@ -75,10 +75,11 @@ class Optimiser:
         norm = torch.nn.utils.get_total_norm(gradients)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm) * scale
 
-    def update(self, scale: float, norm: float) -> None:
+    def update(self, scale: float, norm: float, rate_factor: float = 1.0) -> float:
         """One AdamW step with the accumulated gradient times `scale`, whose norm is `norm`; clears the gradients.
 
-        If nothing was accumulated, the gradient is zero, and the moments decay accordingly.
+        Returns the learning rate, which is that of the schedule times `rate_factor`. If nothing was accumulated, the
+        gradient is zero, and the moments decay accordingly.
         """
         if all(parameter.grad is None for parameter in self.parameters):
             for parameter in self.parameters:
@@ -86,7 +87,7 @@ class Optimiser:
         limit = self.config.max_gradient_norm
         if limit is not None and norm > limit:
             scale *= limit / (norm + 1e-6)
-        rate = learning_rate(self.config, self.updates)
+        rate = learning_rate(self.config, self.updates) * rate_factor
         for group in self.adamw.param_groups:
             group["lr"] = rate
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
@@ -103,6 +104,7 @@ class Optimiser:
                     _local(parameter).copy_(master)
                     master.grad = None
         self.clear()
+        return rate
 
     def snapshot(self) -> OptimiserSnapshot:
         """Copies of the weights and of the state, with which `restore` undoes updates."""

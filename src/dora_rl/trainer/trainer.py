@@ -15,6 +15,7 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -27,14 +28,15 @@ from dora_rl.core.interfaces import WeightSink
 from dora_rl.core.probe import Probe
 from dora_rl.core.trajectory import Group, Trajectory
 from dora_rl.core.types import Fingerprint, Record, StepId, TrajectoryId, Version
-from dora_rl.trainer import logprob_gap, metrics, trainable
-from dora_rl.trainer.algorithms.losses import denominator
+from dora_rl.trainer import effective_samples, logprob_gap, metrics, trainable
+from dora_rl.trainer.algorithms.losses import denominator, kl_estimate, second_moment_kept
 from dora_rl.trainer.config import TrainerConfig
 from dora_rl.trainer.moe import Routers
 from dora_rl.trainer.objective import MicroLoss, References, micro_loss
 from dora_rl.trainer.open_step import OpenStep
 from dora_rl.trainer.optimiser import Optimiser, all_finite, learning_rate
 from dora_rl.trainer.packing import MicroBatch, pack, plan
+from dora_rl.trainer.past_versions import PastVersions, most_frequent
 from dora_rl.trainer.policy import checkpoint_activations, choose_form, sharded_policy
 from dora_rl.trainer.probe import TrainerProbe
 from dora_rl.trainer.rank_group import RankGroup
@@ -60,6 +62,7 @@ class Trainer:
         version: Version = 0,
         rank_group: RankGroup | None = None,
         truncation: float = 0.0,
+        max_staleness: int = 0,
         seed: int = 0,
     ) -> None:
         self.config = config
@@ -79,6 +82,8 @@ class Trainer:
         self.policy = sharded_policy(model, form, config, self.rank_group)
         self.routers = Routers(model, config.moe, packed=form.packed)
         self.optimiser = Optimiser(self.policy, config.optimiser)
+        held = max_staleness if config.measure_gap_every else 0
+        self._past = PastVersions(self.policy, self.optimiser.parameters, held)
         self._open: OpenStep | None = None
         self._probe = TrainerProbe(model, seed)
 
@@ -103,9 +108,11 @@ class Trainer:
         if not opened.groups:
             raise IntegrityError(f"step {step} has no groups to apply")
         begin = time.perf_counter()
-        rate = learning_rate(self.config.optimiser, self.optimiser.updates)
+        scheduled = learning_rate(self.config.optimiser, self.optimiser.updates)
         norms: list[float] = []
         with self._cleared_on_error():
+            self._measure_gaps(opened)
+            self._past.hold(self.version)
             if self.config.streams:
                 norms.extend(self._update(opened))
             else:
@@ -113,7 +120,7 @@ class Trainer:
         opened.seconds += time.perf_counter() - begin
         self._open = None
         self.version += 1
-        return StepReport(step=step, version=self.version, metrics=self._metrics(opened, norms, rate))
+        return StepReport(step=step, version=self.version, metrics=self._metrics(opened, norms, scheduled))
 
     def abandon(self) -> None:
         """Discard the open step and its gradients."""
@@ -155,7 +162,7 @@ class Trainer:
         several = self.config.mini_batches * self.config.epochs > 1
         undo = self.optimiser.snapshot() if several else None
         trained = opened.score(opened.groups, self.config.algorithm)
-        anchors = self._anchors(trained) if several and self.config.algorithm.correction != "none" else {}
+        anchors = self._logprobs(trained) if several and self.config.algorithm.correction != "none" else {}
         count = min(self.config.mini_batches, max(1, len(trained)))
         try:
             for _ in range(self.config.epochs):
@@ -171,7 +178,10 @@ class Trainer:
         """Add the gradient sums of these groups to `.grad`."""
         for group in groups:
             opened.denominator += self._denominator(group.trajectories)
-        planned = plan([group for group in groups if self._has_gradient(opened, group)], self.config.micro_batch_tokens)
+        computed = [group for group in groups if self._has_gradient(opened, group)]
+        if self.config.algorithm.trust_region == "second_moment":
+            opened.kept = self._second_moment_kept(opened, computed)
+        planned = plan(computed, self.config.micro_batch_tokens)
         bad: list[TrajectoryId] = []
         totals: dict[str, Tensor] = {}
         for mine in self.rank_group.share(planned):
@@ -186,6 +196,8 @@ class Trainer:
             self._add_metrics(opened, totals, batch, loss)
         for key, value in totals.items():
             opened.sums[key] = opened.sums.get(key, 0.0) + float(value)
+        for key in effective_samples.KEYS:
+            opened.update_weights[key] = opened.update_weights.get(key, 0.0) + float(totals.get(key, 0.0))
         culprits = self.rank_group.union(bad)
         if culprits:
             raise NonFiniteError("the loss", opened.step, culprits)
@@ -201,10 +213,12 @@ class Trainer:
             self.routers.begin(batch.experts)
             output = self.policy(batch)
         anchor = torch.cat([anchors[t.id] for t in batch.trajectories]) if anchors else None
+        known = all(t.id in opened.kept for t in batch.trajectories)  # not of trajectories outside of this update
+        kept = torch.cat([opened.kept[t.id] for t in batch.trajectories]) if known else None
         advantages = torch.tensor(
             [opened.advantages[trajectory.id] for trajectory in batch.trajectories], device=self.policy.device
         )
-        loss = micro_loss(self.config.algorithm, output, batch, advantages, References(reference, anchor))
+        loss = micro_loss(self.config.algorithm, output, batch, advantages, References(reference, anchor, kept))
         total = loss.total
         if self.config.moe.auxiliary_loss and self.routers.routers:
             share = self._denominator(batch.trajectories)
@@ -240,6 +254,7 @@ class Trainer:
             "mismatch_kl": loss.kl[fresh].sum(),
             "mismatch_gap": distances.sum(),
             "fresh_tokens": batch.lengths[fresh].sum(),
+            **effective_samples.weight_sums(loss.log_weight),
         }
         for key, value in sums.items():
             totals[key] = totals[key] + value if key in totals else value.clone()
@@ -257,10 +272,24 @@ class Trainer:
         norm = self.optimiser.gradient_norm(scale)
         if not torch.isfinite(torch.tensor(norm)):
             raise NonFiniteError("the gradient", opened.step, self._culprits(opened))
-        self.optimiser.update(scale, norm)
+        opened.rates.append(self.optimiser.update(scale, norm, self._rate_factor(opened)))
+        opened.update_weights.clear()
         opened.total_denominator += opened.denominator
         opened.denominator = 0
         return [norm]
+
+    def _rate_factor(self, opened: OpenStep) -> float:
+        """The square root of the relative effective sample size of this update, if it scales the learning rate.
+
+        VCPO (arXiv 2602.17616) scales by the square root since for AdamW the learning rate that suits a batch grows
+        with the square root of its size. An update in which nothing was computed is not scaled.
+        """
+        if not self.config.optimiser.ess_scaling:
+            return 1.0
+        mine = [opened.update_weights.get(key, 0.0) for key in effective_samples.KEYS]
+        sums = self.rank_group.sum(torch.tensor(mine, dtype=torch.float64)).tolist()
+        size = effective_samples.relative_size(dict(zip(effective_samples.KEYS, sums, strict=True)))
+        return 1.0 if size is None else math.sqrt(size)
 
     def _culprits(self, opened: OpenStep) -> tuple[TrajectoryId, ...]:
         """The trajectories with a non-finite gradient: each is computed again alone, by all ranks together."""
@@ -276,26 +305,61 @@ class Trainer:
                     bad.append(trajectory.id)
         return self.rank_group.union(bad)
 
-    def _anchors(self, groups: Sequence[Group]) -> dict[TrajectoryId, Tensor]:
-        """Log-probs of all trained tokens before the first update of the step, by trajectory."""
-        anchors: dict[TrajectoryId, Tensor] = {}
-        with torch.no_grad():
-            # Every rank computes all of them: with FSDP a forward pass is collective anyway.
-            for trajectories in plan(groups, self.config.micro_batch_tokens):
-                batch = pack(trajectories).to(self.policy.device)
-                self.routers.begin(batch.experts)
-                with self._precision():
-                    logprobs = self.policy(batch).logprobs
-                per_trajectory = logprobs.split(batch.lengths.tolist())
-                anchors |= {t.id: values for t, values in zip(batch.trajectories, per_trajectory, strict=True)}
-        return anchors
+    def _second_moment_kept(self, opened: OpenStep, groups: Sequence[Group]) -> dict[TrajectoryId, Tensor]:
+        """Which trained tokens of an update M2PO keeps, by trajectory; a first pass without gradient determines it."""
+        logprobs = self._logprobs(groups)
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        if not trajectories:
+            return {}
+        behaviour = [torch.from_numpy(t.behaviour_logprobs[t.loss_mask]) for t in trajectories]
+        log_ratios = torch.cat([logprobs[t.id] for t in trajectories]) - torch.cat(behaviour).to(self.policy.device)
+        lengths = [len(values) for values in behaviour]
+        advantages = torch.tensor([opened.advantages[t.id] for t in trajectories], device=self.policy.device)
+        of_token = advantages.repeat_interleave(torch.tensor(lengths, device=self.policy.device))
+        kept = second_moment_kept(log_ratios, of_token, self.config.algorithm.delta)
+        return {t.id: tokens for t, tokens in zip(trajectories, torch.split(kept, lengths), strict=True)}
+
+    def _logprobs(self, groups: Sequence[Group]) -> dict[TrajectoryId, Tensor]:
+        """Log-probs of all trained tokens under the policy as it is now, by trajectory, without gradient."""
+        found: dict[TrajectoryId, Tensor] = {}
+        # Every rank computes all of them: with FSDP a forward pass is collective anyway.
+        for trajectories in plan(groups, self.config.micro_batch_tokens):
+            batch = pack(trajectories).to(self.policy.device)
+            per_trajectory = torch.split(self._logprobs_of(batch), batch.lengths.tolist())
+            found |= {t.id: values for t, values in zip(batch.trajectories, per_trajectory, strict=True)}
+        return found
+
+    @torch.no_grad()
+    def _logprobs_of(self, batch: MicroBatch) -> Tensor:
+        self.routers.begin(batch.experts)
+        with self._precision():
+            return self.policy(batch).logprobs  # type: ignore[no-any-return]
+
+    def _measure_gaps(self, opened: OpenStep) -> None:
+        """Divide the gap of one micro-batch of stale trajectories into that of the engine and that of staleness.
+
+        The policy still has the weights that the step starts from. All ranks compute the same micro-batch.
+        """
+        every = self.config.measure_gap_every
+        groups = most_frequent(opened.groups, self._past.versions) if every and opened.step % every == 0 else []
+        if not groups:
+            return
+        batch = pack(plan(groups, self.config.micro_batch_tokens)[0]).to(self.policy.device)
+        now = self._logprobs_of(batch)
+        with self._past.loaded(groups[0].version):
+            then = self._logprobs_of(batch)
+        opened.gaps = {
+            "off_policy/engine_kl": float(kl_estimate(batch.behaviour, then).mean()),
+            "off_policy/staleness_kl": float(kl_estimate(then, now).mean()),
+            "off_policy/gap_staleness": float(opened.step - groups[0].version),
+        }
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
         if self.config.precision == "bfloat16" and self.rank_group.mesh is None:
             return torch.autocast(self.policy.device.type, torch.bfloat16)
         return contextlib.nullcontext()
 
-    def _metrics(self, opened: OpenStep, norms: list[float], rate: float) -> dict[str, float]:
+    def _metrics(self, opened: OpenStep, norms: list[float], scheduled: float) -> dict[str, float]:
         # A fixed list of names, not what this rank happened to measure, so that all ranks reduce the same values.
         keys = [key for key in metrics.SUMS if self.rank_group.size > 1 or key in opened.sums]
         counts = [float(opened.packed_tokens), float(opened.trained_tokens), float(opened.attended_pairs)]
@@ -313,6 +377,7 @@ class Trainer:
             **metrics.token_metrics(dict(zip(keys, sums, strict=True)), max_ratio, opened.total_denominator),
             **logprob_gap.percentile(gap_counts),
             **metrics.expert_metrics(expert_load),
+            **opened.gaps,
             "advantage/mean": float(advantages.mean()),
             "advantage/max": float(advantages.max()),
             "advantage/min": float(advantages.min()),
@@ -320,7 +385,7 @@ class Trainer:
             "batch/groups_skipped": float(len(opened.skipped)),
             "batch/updates": float(len(norms)),
             "gradient_norm": max(norms, default=0.0),
-            "learning_rate": rate,
+            "learning_rate": opened.rates[0] if opened.rates else scheduled,
             "tokens_per_second": trained_tokens / seconds,
             "timing_s/train": seconds,
             "mfu": flops / seconds / (metrics.peak_flops(self.policy.device.type) * self.rank_group.size),

@@ -59,7 +59,14 @@ class TrainerWorker:
         settings = config.trainer.model_copy(update={"temperature": config.sampling.temperature})
         sampling = config.sampling
         truncation = explained_by_sampling(sampling.top_p, sampling.top_k, sampling.min_p)
-        self._trainer = Trainer(loaded.model, settings, rank_group=rank_group, truncation=truncation, seed=config.seed)
+        self._trainer = Trainer(
+            loaded.model,
+            settings,
+            rank_group=rank_group,
+            truncation=truncation,
+            max_staleness=config.control.staleness,
+            seed=config.seed,
+        )
         self._trainer.routers.check_replay()
         self._store = self._run_dir.store(config)
         if rank_group.rank == 0:

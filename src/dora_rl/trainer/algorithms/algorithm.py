@@ -32,7 +32,12 @@ Scope: TypeAlias = Literal["group", "step"]
 
 Aggregation: TypeAlias = Literal["token_mean", "sequence_mean", "constant_length"]
 
-Correction: TypeAlias = Literal["none", "token_truncate", "sequence_truncate", "token_mask", "sequence_mask"]
+Correction: TypeAlias = Literal[
+    "none", "token_truncate", "sequence_truncate", "token_mask", "sequence_mask", "geometric_mask"
+]
+
+TrustRegion: TypeAlias = Literal["clip", "binary_tv", "binary_kl", "second_moment"]
+"""What keeps an update close to the policy that the ratio refers to: the clip of the ratio, or a mask on tokens."""
 
 
 class Clip(NamedTuple):
