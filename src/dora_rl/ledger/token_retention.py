@@ -1,8 +1,8 @@
 """Which trained groups still have their tokens in the ledger, and which of them can be deleted; a projection.
 
 Invariants:
-- the tokens of a group are kept until a checkpoint contains the step that trained it, since a trainer that restarts from
-  an older checkpoint is sent the group again;
+- the tokens of a group are kept until a checkpoint contains the step that trained it, since a trainer that restarts
+  from an older checkpoint is sent the group again;
 - the tokens of a group that ended without signal are deleted in the transaction that writes this: nothing needs them.
 """
 

@@ -59,8 +59,8 @@ class ControlConfig(Config):
     min_survivors: int = Field(1, ge=1)
     """A group of which fewer trajectories survive fails."""
     dynamic_sampling: int = Field(0, ge=0)
-    """Groups whose rewards are all equal are not trained but replaced by other prompts, if they are among the first N * B
-    groups of their version, where N is this number; later ones are trained as they are. 0: all are trained."""
+    """N: a group whose rewards are all equal is not trained but replaced by another prompt, if it is among the first
+    N * B groups of its version; later ones are trained as they are. 0: all are trained."""
     placement: PlacementName = "deadline"
     """Which rule divides the slots between versions in mode `dora`."""
     admission: AdmissionName = "eager"

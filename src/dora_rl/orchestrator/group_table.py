@@ -14,8 +14,8 @@ Invariants:
 - one step takes a READY group, which is then TAKEN; it is trained when that step's weights are published;
 - `untrained[v]` counts the groups of version v that are OPEN, READY or TAKEN, and `unfinished[v]` those that are OPEN;
   `due[d]` counts the untrained groups by deadline;
-- the table holds the untrained groups only: one that is trained, fails or ends without signal leaves it. Each group does
-  exactly one of these, so admitted = trained + failed + without signal + live.
+- the table holds the untrained groups only: one that is trained, fails or ends without signal leaves it. Each group
+  does exactly one of these, so admitted = trained + failed + without signal + live.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class GroupTable:
     def admit(
         self, prompt: Prompt, version: Version, deadline: StepId, slot: SlotState, now: Nanoseconds
     ) -> GroupState:
-        """Admit a prompt under a version. From here on it is trained, a counted failure, or counted as without signal."""
+        """Admit a prompt under a version. From here on it is either trained or counted as failed or without signal."""
         if version != self._latest:
             self._latest, self._of_latest = version, 0
         group = GroupState(
