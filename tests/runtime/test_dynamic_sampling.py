@@ -93,6 +93,17 @@ def test_the_summary_names_groups_without_signal(synchronous: RunDir) -> None:
     assert text == f"{count} of {count + 2 * STEPS} were replaced (reward 1: {count})"
 
 
+def test_a_run_that_ends_with_its_prompts_is_finished(host: Host, base: Path) -> None:
+    """Nothing replaces the last groups without signal, so the last step is short, or there is none for them."""
+    tree = merged(merged(settings(base, steps=None), SOLVED), {"data": {"limit": 7, "epochs": 1}})
+    run = host.start(make_run(base, "dynamic-ends", tree))
+    assert run.wait()["code"] == 0
+    assert audited(run.folder).problems == []
+    summary = summarise(run.folder)
+    assert (summary.state, summary.groups) == ("finished", 7)
+    assert sum(summary.without_signal.values()) + sum(summary.staleness.values()) == 7
+
+
 def test_the_count_and_the_weights_are_the_same_after_a_crash(host: Host, base: Path, synchronous: RunDir) -> None:
     run = begin(host, base, "dynamic-killed", "sync")
     assert wait_for(run, lambda: run.events() > 0 and without_signal(run.folder) > 0)

@@ -144,7 +144,9 @@ class ChaosRuntime:
         self.orchestrator.check()
         self.log.append((event, self.now, commands))
         self.checker.observe(event, commands)
-        self.checker.check_idle_slots(self.orchestrator.snapshot())
+        snapshot = self.orchestrator.snapshot()
+        self.checker.check_outcomes(snapshot)
+        self.checker.check_idle_slots(snapshot)
         for command in commands:
             self._execute(command)
 

@@ -218,6 +218,14 @@ class InvariantChecker:
 
     # -- the state between events -----------------------------------------------------------------------------
 
+    def check_outcomes(self, snapshot: Snapshot) -> None:
+        """Every admitted group is live or has one outcome, and the orchestrator counts them as they were reported."""
+        counts = (snapshot.admitted, snapshot.trained, snapshot.failed, snapshot.without_signal)
+        found = tuple(map(len, (self.admitted, self.trained, self.failed, self.without_signal)))
+        require(counts == found, f"C2: outcomes are counted as {counts}, and {found} were reported")
+        live = sum(snapshot.untrained.values())
+        require(snapshot.admitted == sum(counts[1:]) + live, f"C2: of {counts} groups {live} are live")
+
     def check_idle_slots(self, snapshot: Snapshot) -> None:
         """No slot is idle while there is work for it, and every idle slot has a cause."""
         for slot in snapshot.slots:
