@@ -185,7 +185,8 @@ def synchronous(plan: ChaosPlan, cap: int) -> tuple[dict[int, list[int]], list[i
     replaced: list[int] = []
     group = 0
     while group < plan.prompts:
-        first, batch = group, []
+        first = group
+        batch: list[int] = []
         while len(batch) < BATCH and group < plan.prompts:
             equal = len({plan.reward(group, sibling) for sibling in range(SIZE)}) == 1
             (replaced if equal and group - first < cap * BATCH else batch).append(group)

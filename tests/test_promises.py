@@ -111,9 +111,9 @@ class Schedules(RuleBasedStateMachine):
         sampling=st.integers(0, 2),
         choices=st.randoms(use_true_random=False),
     )
-    def start(
+    def start(  # type: ignore[no-untyped-def]
         self, mode, staleness, batch, size, instances, slots, prompts, placement, shares, sampling, choices
-    ) -> None:  # type: ignore[no-untyped-def]
+    ) -> None:
         config = ControlConfig(
             mode=mode,
             max_staleness=staleness,

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
 from dora_rl.apps.audit import audited
 from dora_rl.apps.summary import summarise
@@ -91,6 +92,10 @@ def test_the_summary_names_groups_without_signal(synchronous: RunDir) -> None:
     assert summary.without_signal == {1.0: count}
     text = dict(rows(summary))["groups without signal"]
     assert text == f"{count} of {count + 2 * STEPS} were replaced (reward 1: {count})"
+    wasted = structs.replace(summary, groups=9, without_signal={1.0: 4, 0.0: 1})
+    hint = "MOST OF THE GENERATION TRAINED NOTHING, choose prompts whose rewards are not always 1"
+    assert dict(rows(wasted))["groups without signal"] == f"5 of 9 were replaced (reward 1: 4; reward 0: 1): {hint}"
+    assert "groups without signal" not in dict(rows(structs.replace(summary, without_signal={})))
 
 
 def test_a_run_that_ends_with_its_prompts_is_finished(host: Host, base: Path) -> None:
