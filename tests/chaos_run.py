@@ -73,8 +73,8 @@ class Chaos:
         short = {"load": 6.0, "move": 2.0, "score": 10.0, "heartbeat": 3.0, "progress": 10.0, "train": 8.0}
         tree = settings(base, mode, steps=self._steps, max_staleness=dice.randint(0, 4), deadlines=short)
         other = {
-            "control": {"group_size": dice.randint(2, 4)},
-            "reward": {"timeout_seconds": 3.0},
+            "control": {"group_size": dice.randint(2, 4), "dynamic_sampling": dice.choice([0, 1, 10])},
+            "reward": {"functions": ["task.py:solved_thirds"], "timeout_seconds": 3.0},
             "rollout": {"instances": dice.randint(2, 3), "engine": {"slots": dice.choice([1, 1, 2])}},
             "checkpoint": {"every": dice.randint(1, 3)},
             "weights": dice.choice(["disk", "disk", "memory"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 from dora_rl.orchestrator.config import ControlConfig, Deadlines, ModeName
@@ -47,6 +48,10 @@ def run_schedule(seed: int, mode: ModeName | None = None) -> ChaosRuntime:
     config = draw_config(random_, mode)
     if seed % 2:
         config = config.model_copy(update={"admission": "just_in_time"})
-    runtime = ChaosRuntime(config, draw_plan(random_, config), lambda below: int(random_.random() * below))
+    plan = draw_plan(random_, config)
+    if seed % 3 == 0 and config.group_size > 1:
+        config = config.model_copy(update={"dynamic_sampling": 1 + seed % 4})
+        plan = dataclasses.replace(plan, no_signal=(0.3, 0.6, 1.0)[seed % 5 % 3])
+    runtime = ChaosRuntime(config, plan, lambda below: int(random_.random() * below))
     runtime.run()
     return runtime

@@ -19,7 +19,7 @@ from dora_rl.orchestrator.length_predictor import LengthPredictor
 from dora_rl.orchestrator.orchestrator import Orchestrator
 from dora_rl.orchestrator.placement import PlacementFacts, VersionFacts, deadline, proportional
 from dora_rl.sim.fake_engine import fingerprint
-from tests.schedules import draw_config, run_schedule
+from tests.schedules import run_schedule
 
 CONFIG = ControlConfig(groups_per_step=2, group_size=2, max_response_tokens=64, max_staleness=1)
 
@@ -190,10 +190,9 @@ def test_an_unknown_mode_or_placement_rule_is_refused_with_the_nearest_name(
 def test_a_snapshot_changes_nothing() -> None:
     """In `sync` a batch opens when the one before has finished; no query does that as a side effect."""
     for seed in range(5):
-        log = run_schedule(seed, "sync").log
-        config = draw_config(random.Random(seed), "sync")
-        orchestrator = Orchestrator(config.model_copy(update={"admission": "just_in_time" if seed % 2 else "eager"}))
-        for event, now, commands in log:  # chaos took a snapshot after each event, this loop takes none
+        runtime = run_schedule(seed, "sync")
+        orchestrator = Orchestrator(runtime.config)
+        for event, now, commands in runtime.log:  # chaos took a snapshot after each event, this loop takes none
             assert orchestrator.step(event, now) == commands
 
 

@@ -44,6 +44,7 @@ def test_schedules_reach_every_kind_of_fault_and_decision() -> None:
     assert sum(runtime.checker.moves for runtime in runtimes) > 100
     assert sum(runtime.checker.resumed for runtime in runtimes) > 100
     assert sum(len(runtime.checker.failed) for runtime in runtimes) > 10
+    assert sum(len(runtime.checker.without_signal) for runtime in runtimes) > 200
     assert max(lag for runtime in runtimes for lag in runtime.checker.staleness) >= 3
     # A smaller bound is met by waiting: some groups were trained later than a group admitted then might have been.
     kept = sum(
@@ -59,6 +60,7 @@ def test_schedules_reach_every_kind_of_fault_and_decision() -> None:
     [
         (GroupTable, "generated"),
         (GroupTable, "mark_trained"),
+        (GroupTable, "scored"),
         (InstanceTable, "place"),
         (InstanceTable, "end_load"),
         (RequestScheduler, "start"),
@@ -75,6 +77,7 @@ def test_a_counter_that_is_wrong_is_noticed_at_once(state: type, method: str, mo
             case GroupTable():
                 self.running += method == "generated"
                 self.trained += method == "mark_trained"
+                self.without_signal += method == "scored"
             case InstanceTable():
                 next(iter(self.by_id.values())).active += method == "place"
                 self.sharing += method == "end_load"
@@ -105,9 +108,12 @@ class Schedules(RuleBasedStateMachine):
         prompts=st.integers(1, 16),
         placement=st.sampled_from(["deadline", "proportional"]),
         shares=st.booleans(),
+        sampling=st.integers(0, 2),
         choices=st.randoms(use_true_random=False),
     )
-    def start(self, mode, staleness, batch, size, instances, slots, prompts, placement, shares, choices) -> None:  # type: ignore[no-untyped-def]
+    def start(  # type: ignore[no-untyped-def]
+        self, mode, staleness, batch, size, instances, slots, prompts, placement, shares, sampling, choices
+    ) -> None:
         config = ControlConfig(
             mode=mode,
             max_staleness=staleness,
@@ -115,6 +121,7 @@ class Schedules(RuleBasedStateMachine):
             group_size=size,
             max_response_tokens=64,
             placement=placement,
+            dynamic_sampling=sampling if size > 1 else 0,
             rebalance_seconds=5,
             deadlines=DEADLINES,
         )
@@ -126,6 +133,7 @@ class Schedules(RuleBasedStateMachine):
             faults=8,
             shares_trainer=shares,
             tools=True,
+            no_signal=0.5,
         )
         self.runtime = ChaosRuntime(config, plan, lambda below: choices.randrange(below) if below > 1 else 0)
 

@@ -81,15 +81,18 @@ def test_young_groups_are_taken_while_there_is_room_for_the_older_ones() -> None
 
 
 changes = st.lists(
-    st.one_of(st.tuples(st.just("bound"), st.integers(0, 4)), st.tuples(st.just("finish"), st.integers(0, 40)))
+    st.one_of(
+        st.tuples(st.just("bound"), st.integers(0, 4)),
+        st.tuples(st.sampled_from(["finish", "end without signal"]), st.integers(0, 40)),
+    )
 )
 
 
 @given(st.integers(1, 3), st.integers(0, 4), changes)
 def test_no_deadline_is_missed_and_nothing_stalls_while_the_bound_changes(size, staleness, actions) -> None:  # type: ignore[no-untyped-def]
-    """Admission, step rule and changes of the bound keep the state feasible, in whatever order groups finish."""
+    """Admission, step rule, changes of the bound and groups that are replaced keep the state feasible, in any order."""
     policy = Streaming(groups_per_step=size, staleness=staleness)
-    groups = GroupTable(group_size=1, min_survivors=1)
+    groups = GroupTable(group_size=2, min_survivors=1, replaceable=10**9)
     step, rule, batch = 0, StepRule(0, size), []
     for what, number in [*actions, *[("finish", 0)] * 100]:
         if what == "bound":
@@ -97,10 +100,10 @@ def test_no_deadline_is_missed_and_nothing_stalls_while_the_bound_changes(size, 
         while policy.allowance(groups) > 0:
             groups.admit(Prompt(key="p", tokens=1), step, step + policy.staleness, cast("SlotState", None), 0)
         running = [group for group in groups.by_id.values() if group.stage is GroupStage.OPEN]
-        if what == "finish" and running:
-            trajectory = running[number % len(running)].trajectories[0]
-            groups.generated(trajectory, 1)
-            groups.scored(trajectory)
+        if what != "bound" and running:
+            for sibling, trajectory in enumerate(running[number % len(running)].trajectories):
+                groups.generated(trajectory, 1)
+                groups.scored(trajectory, reward=float(sibling) if what == "finish" else 1.0)
         while rule.count < size and (ready := groups.ready_deadlines()) and rule.blocker(ready[0], groups.due) is None:
             rule.take(ready[0])
             batch.append(groups.take(ready[0], step))  # asserts that the group keeps its own bound

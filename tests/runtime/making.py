@@ -14,7 +14,7 @@ PATIENCE = 600.0
 """Seconds of every deadline and every wait that a test is not about: only a failure takes that long."""
 LETTERS = "0123456789*+="
 TASK = '''
-import os, pathlib, time
+import os, pathlib, time, zlib
 
 HERE = pathlib.Path(__file__).parent
 
@@ -66,6 +66,11 @@ def waits_for_hurry(prompts, completions, **_):
     while not (HERE / "hurry").exists():
         time.sleep(0.01)
     return reward(prompts, completions)
+
+def solved_thirds(prompts, completions, **_):
+    """Every third prompt is solved by any response; the responses to the others are told apart."""
+    solved = [int(prompt.split("*")[0]) % 3 == 0 for prompt in prompts]
+    return [1.0 if one else zlib.crc32(text.encode()) / 2**33 for one, text in zip(solved, completions)]
 
 def huge(prompts, completions, **_):
     return [3e38 if len(text) % 2 else -3e38 for text in completions]

@@ -115,7 +115,7 @@ COPIES = {
     "events": "SELECT (SELECT max(seq) + 1 FROM events), at, event, commands, chain",
     "prompts": "SELECT 'copy', 999, tokens",
     "groups": "SELECT 999, (SELECT max(key) FROM prompts WHERE key NOT IN (SELECT prompt FROM groups)), version, "
-    "admitted_at, step, failure",
+    "admitted_at, step, failure, no_signal",
     "trajectories": 'SELECT 999, "group", attempt, instance, version, fingerprint, tokens, reward, failed',
     "tokens": "SELECT trajectory, start + 999, version, tokens, logprobs, sampled, experts, expert_layers, "
     "experts_per_token, digest",

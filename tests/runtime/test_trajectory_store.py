@@ -115,8 +115,8 @@ def test_experts_belong_to_the_tokens_that_the_policy_sampled() -> None:
         assert (used == known.get(place, np.full((2, 2), -1))).all()
 
 
-@pytest.mark.parametrize("last_fails", [True, False])
-def test_failures_are_in_a_row_only_if_no_group_ends_well_between(last_fails: bool) -> None:
+@pytest.mark.parametrize("last", ["fails", "scored", "without signal"])
+def test_failures_are_in_a_row_only_if_no_group_ends_well_between(last: str) -> None:
     made = store(group_size=2)
     control = ControlConfig(groups_per_step=1, group_size=2, max_staleness=0, max_response_tokens=1)
     failures = FailureGuard(control, made)
@@ -139,8 +139,11 @@ def test_failures_are_in_a_row_only_if_no_group_ends_well_between(last_fails: bo
         (e.Scored(trajectory=32, reward=1.0),),
         (e.Tick(), c.FailTrajectory(trajectory=33, reason="why")),
     ]
-    for step in steps if last_fails else reversed(steps):
+    if last == "without signal":
+        steps[1] = (*steps[1], c.GroupWithoutSignal(group=16, reward=1.0))
+    for step in reversed(steps) if last == "scored" else steps:
         happens(*step)
+    assert made.without_signal == (last == "without signal")
     for number in range(17, 33):
         fails(number)
     with pytest.raises(RunError, match="17 groups failed in a row"):

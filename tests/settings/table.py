@@ -118,6 +118,10 @@ RUN: Table = {
         "orchestrator.context:Context.__init__",
         "settings/test_supervisor.py::test_a_group_with_too_few_survivors_fails",
     ),
+    "control.dynamic_sampling": Row(
+        "orchestrator.context:Context.__init__",
+        "settings/test_supervisor.py::test_groups_without_signal_are_replaced_only_if_configured",
+    ),
     "control.placement": Row(
         "orchestrator.rebalance:Rebalancer.__init__",
         "settings/test_simulation.py::test_every_setting_changes_what_is_predicted",
@@ -638,6 +642,9 @@ SIMULATION: Table = {
     ),
     "workload.tool_tokens": Row(
         "sim.workload:Source.turns", "settings/test_simulation.py::test_every_setting_changes_what_is_predicted"
+    ),
+    "workload.no_signal": Row(
+        "sim.workload:Source.reward", "settings/test_simulation.py::test_every_setting_changes_what_is_predicted"
     ),
     "workload.reward_seconds": Row(
         "sim.runtime:SimRuntime._score", "settings/test_simulation.py::test_every_setting_changes_what_is_predicted"

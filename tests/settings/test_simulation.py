@@ -67,6 +67,8 @@ CHANGES: list[tuple[str, Any, dict[str, Any]]] = [
     ("workload.tool_seconds", lambda value: value + 1, TURNS),
     ("workload.tool_tokens", lambda value: 10 * value, TURNS),
     ("workload.reward_seconds", lambda value: value + 5, {}),
+    ("workload.no_signal", lambda _: 0.5, {"control": {"dynamic_sampling": 2}}),
+    ("control.dynamic_sampling", lambda _: 2, {"workload": {"no_signal": 0.5}}),
     ("layouts", lambda _: {"dora": "elastic"}, {"layouts": {"dora": "disaggregated"}}),
     ("trainer_devices", lambda value: value + 1, {"devices": 8, "trainer_devices": 3}),
     (

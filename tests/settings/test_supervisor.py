@@ -196,6 +196,23 @@ def test_a_group_with_too_few_survivors_fails(base: Path) -> None:
             assert any(isinstance(one, c.GroupFailed) for one in harness.commands) is fails
 
 
+def test_groups_without_signal_are_replaced_only_if_configured(base: Path) -> None:
+    for cap, replaced in ((0, 0), (1, 2), (2, 4)):
+        control = {"dynamic_sampling": cap, "steps": None}
+        with supervisor(base, ONE, {"control": control}) as harness:
+            harness.begin(**ROOMY)
+            for number in range(6):
+                submit = harness.submits()[number]
+                harness.generated(submit)
+                for request in submit.requests:
+                    harness.happen(e.Scored(trajectory=request.trajectory, reward=1.0))
+            ended = [one.group for one in harness.commands if isinstance(one, c.GroupWithoutSignal)]
+            assert ended == list(range(replaced))
+            (apply,) = [one for one in harness.commands if isinstance(one, c.Apply)]
+            assert apply.groups == (replaced, replaced + 1)
+            assert not any(isinstance(one, c.GroupFailed) for one in harness.commands)
+
+
 def test_groups_are_streamed_only_if_configured(base: Path) -> None:
     for stream in (True, False):
         with supervisor(base, ONE, at("control.stream", stream)) as harness:

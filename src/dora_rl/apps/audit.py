@@ -116,6 +116,7 @@ def terms(control: ControlConfig) -> Terms:
         max_staleness=control.staleness,
         mixes_versions=control.mode_spec.mixes_versions,
         steps=control.steps,
+        dynamic_sampling=control.dynamic_sampling,
     )
 
 

@@ -67,6 +67,10 @@ class RunFacts(NamedTuple):
     """Requests that arrived after a move."""
     failed: Counter[str]
     """Failed trajectories by reason."""
+    without_signal: Counter[float]
+    """Groups that ended without signal, by the reward of their trajectories."""
+    groups: int
+    """Groups that were admitted."""
     open_groups: int
     drained: bool
     """Whether the data has ended and all its prompts were admitted."""
@@ -122,7 +126,7 @@ def read_activity(folder: RunDir) -> ActivityLog:
 def read_facts(folder: RunDir) -> RunFacts:
     """Facts from the ledger; empty for a run that has not started."""
     if not folder.ledger.exists():
-        return RunFacts({}, Counter(), {}, 0, Counter(), 0, drained=False)
+        return RunFacts({}, Counter(), {}, 0, Counter(), Counter(), 0, 0, drained=False)
     try:
         # Without a write-ahead log no process writes the ledger, and it can be read without creating one.
         immutable = "" if folder.ledger.with_name("ledger.db-wal").exists() else "&immutable=1"
@@ -151,13 +155,19 @@ def _facts(connection: sqlite3.Connection) -> RunFacts:
         lengths.setdefault(step, []).append(tokens)
     (moved,) = connection.execute("SELECT count(*) FROM moves WHERE arrived = 1").fetchone()
     failed = connection.execute("SELECT failed, count(*) FROM trajectories WHERE failed IS NOT NULL GROUP BY 1")
-    (unfinished,) = connection.execute("SELECT count(*) FROM groups WHERE step IS NULL AND failure IS NULL").fetchone()
+    without_signal = connection.execute("SELECT no_signal, count(*) FROM groups WHERE no_signal IS NOT NULL GROUP BY 1")
+    (groups,) = connection.execute("SELECT count(*) FROM groups").fetchone()
+    (unfinished,) = connection.execute(
+        "SELECT count(*) FROM groups WHERE step IS NULL AND failure IS NULL AND no_signal IS NULL"
+    ).fetchone()
     return RunFacts(
         dict(published),
         Counter(dict(staleness)),
         lengths,
         moved,
         Counter(dict(failed)),
+        Counter(dict(without_signal)),
+        groups,
         unfinished,
         drained=_drained(connection),
     )

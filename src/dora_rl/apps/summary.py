@@ -72,6 +72,10 @@ class Summary(RunProgress, frozen=True, kw_only=True):
     """Steps in which that exceeded `mismatch.warn`, with the difference."""
     failed: dict[str, int]
     """Failed trajectories by reason."""
+    without_signal: dict[float, int]
+    """Groups that ended without signal and were replaced, by the reward of their trajectories."""
+    groups: int
+    """Groups that were admitted."""
     ledger_share: float
     """Share of the run's time spent on writing the ledger."""
     restarts: dict[str, int]
@@ -109,6 +113,8 @@ def summarise(folder: RunDir) -> Summary:
         gap=_mean(one["mismatch_gap"] for one in figures if "mismatch_gap" in one),
         alarms={note["step"]: note["gap"] for note in activity.notes if note["note"] == "mismatch"},
         failed=dict(facts.failed.most_common()),
+        without_signal=dict(facts.without_signal.most_common()),
+        groups=facts.groups,
         ledger_share=metrics.ledger_seconds / (times[-1] / SECOND) if times[1:] else 0.0,
         restarts=dict(Counter(worker_id(note["who"]) for note in activity.notes if note["note"] == "lost")),
         policy=policies[max(policies)] if policies else None,

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 
 from dora_rl.apps.summary import STARTING, Summary
 
+_MANY_WITHOUT_SIGNAL = 0.5
+"""Share of groups without signal above which the summary says what to change."""
+
 
 def rows(summary: Summary) -> list[tuple[str, str]]:
     """The summary as pairs of name and value."""
@@ -23,6 +26,7 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
         ("requests moved", f"{summary.moved:,}; prefilled again: {summary.reprefilled:,} tokens"),
         ("log-prob gap", _gap(summary)),
         ("failed trajectories", _counts(summary.failed) or "none"),
+        *([("groups without signal", _without_signal(summary))] if summary.without_signal else []),
         ("reward", _change(summary.rewards)),
         ("held-out accuracy", _accuracy(summary)),
         ("ledger", f"{summary.ledger_share:.1%} of the time"),
@@ -65,6 +69,17 @@ def _gap(summary: Summary) -> str:
         return mean
     steps = f"{len(summary.alarms)} step{'s' if len(summary.alarms) > 1 else ''}"
     return f"{mean}; TOO LARGE in {steps}, at most {max(summary.alarms.values()):.1e}"
+
+
+def _without_signal(summary: Summary) -> str:
+    """`12 of 40 were replaced (reward 1: 9; reward 0: 3)`, with a hint if most of the generation was for them."""
+    count = sum(summary.without_signal.values())
+    rewards = _counts({f"reward {reward:g}": some for reward, some in summary.without_signal.items()})
+    text = f"{count} of {summary.groups} were replaced ({rewards})"
+    if count <= _MANY_WITHOUT_SIGNAL * summary.groups:
+        return text
+    most = next(iter(summary.without_signal))
+    return f"{text}: MOST OF THE GENERATION TRAINED NOTHING, choose prompts whose rewards are not always {most:g}"
 
 
 def _counts(counts: Mapping[str, int]) -> str:

@@ -13,6 +13,8 @@ What is trained
 - deadline: the last step that may train a group: its version plus the bound under which it was admitted.
 - attempt: a counter on a trajectory or on the trainer, raised at each restart, so that late reports are recognised.
 - failure: a trajectory or group that can't be finished; it is counted with its reason and is never trained.
+- without signal: the outcome of a group that was replaced because its rewards are all equal; it is counted and never
+  trained.
 
 Where tokens come from
 - instance: one rollout engine, under a name that is unique per restart.

@@ -129,6 +129,14 @@ class GroupFailed(Command, frozen=True, kw_only=True):
     reasons: tuple[str, ...]
 
 
+class GroupWithoutSignal(Command, frozen=True, kw_only=True):
+    """A group ends without signal: its rewards are all equal, so it won't be trained and another prompt replaces it."""
+
+    group: GroupId
+    reward: float
+    """The reward of all its trajectories that were finished."""
+
+
 class EvictInstance(Command, frozen=True, kw_only=True):
     """Stop an instance that did not answer in time and counts as lost; restart it if possible."""
 
@@ -177,6 +185,7 @@ AnyCommand = (
     | Retire
     | FailTrajectory
     | GroupFailed
+    | GroupWithoutSignal
     | EvictInstance
     | RestartTrainer
     | SlotIdles

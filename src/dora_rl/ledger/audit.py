@@ -174,6 +174,7 @@ def _figures(auditor: Auditor) -> Iterator[Named]:
     yield Named("groups admitted", f"{len(auditor.groups):,}")
     yield Named("  trained", f"{groups['trained']:,}")
     yield Named("  failed", f"{groups['failed']:,}")
+    yield Named("  without signal", f"{groups['without signal']:,}")
     yield Named("  live", f"{groups['live']:,}")
     yield Named("steps", f"{auditor.steps:,}")
     yield Named("staleness", ", ".join(f"{age}: {count:,}" for age, count in sorted(staleness.items())) or "none")

@@ -10,6 +10,7 @@ commands must agree: a step that is trained again after a crash keeps its groups
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -19,7 +20,7 @@ from dora_rl.core import events as e
 from dora_rl.core.types import Attempt, Fingerprint, GroupId, Nanoseconds, StepId, TrajectoryId, Version
 from dora_rl.ledger.writer import LoggedEvent
 
-Outcome = Literal["trained", "failed", "live"]
+Outcome = Literal["trained", "failed", "without signal", "live"]
 
 
 class Terms(NamedTuple):
@@ -32,6 +33,8 @@ class Terms(NamedTuple):
     """Mode `partial`: a trajectory may have tokens of several versions."""
     steps: int | None
     """The number of steps that was asked for; None: as many as the prompts suffice for."""
+    dynamic_sampling: int = 0
+    """Groups without signal are replaced if they are among the first so many times B groups of their version."""
 
 
 class ExpectedTokens(NamedTuple):
@@ -41,7 +44,7 @@ class ExpectedTokens(NamedTuple):
     length: int | None
     """Length of the whole response; None: any number of tokens is right."""
     deleted: bool
-    """The trajectory was trained and no checkpoint can need it again: its tokens must be gone."""
+    """The trajectory won't be trained, or was trained and no checkpoint can need it again: its tokens must be gone."""
 
 
 @dataclass(slots=True)
@@ -49,9 +52,13 @@ class _Group:
     prompt: str
     version: Version
     bound: int
+    number: int
+    """How many groups of its version were admitted before it."""
     ended: set[TrajectoryId] = field(default_factory=set)
-    survivors: int = 0
+    rewards: list[float] = field(default_factory=list)
+    """Rewards of the trajectories that were finished."""
     failed: bool = False
+    without_signal: bool = False
 
 
 class Auditor:
@@ -78,6 +85,7 @@ class Auditor:
         self._bound = terms.max_staleness
         self._prompts_ended = False
         self._admitted: set[str] = set()
+        self._of_version: Counter[Version] = Counter()
         self._attempts: dict[TrajectoryId, Attempt] = {}
         self._progress: dict[TrajectoryId, int] = {}
         self._generated: dict[TrajectoryId, int] = {}
@@ -117,9 +125,10 @@ class Auditor:
                     self._progress[trajectory] = max(count, self._progress.get(trajectory, 0))
             case e.Generated():
                 self._generate(event)
-            case e.Scored(trajectory=trajectory):
-                if trajectory in self._generated and trajectory not in self._failed:
-                    self._end(trajectory, survived=trajectory not in self._scored)
+            case e.Scored(trajectory=trajectory, reward=reward):
+                ended = trajectory in self._failed or trajectory in self._scored
+                if trajectory in self._generated and not ended:
+                    self._end(trajectory, reward)
                     self._scored.add(trajectory)
             case e.Moved(trajectories=trajectories):
                 self.arrived += len(trajectories)
@@ -154,10 +163,12 @@ class Auditor:
             case c.FailTrajectory(trajectory=trajectory):
                 self._failed.add(trajectory)
                 self.failed += 1
-                self._end(trajectory, survived=False)
+                self._end(trajectory, None)
             case c.GroupFailed(group=group):
                 if self._known(group):
                     self.groups[group].failed = True
+            case c.GroupWithoutSignal():
+                self._check_without_signal(command)
             case _:
                 pass
 
@@ -172,7 +183,8 @@ class Auditor:
         if command.version not in self.fingerprints:
             self._report(f"group {command.group} was admitted under version {command.version}, which was not published")
         self._admitted.add(key)
-        self.groups.append(_Group(key, command.version, self._bound))
+        self.groups.append(_Group(key, command.version, self._bound, self._of_version[command.version]))
+        self._of_version[command.version] += 1
 
     def _generate(self, event: e.Generated) -> None:
         trajectory = event.trajectory
@@ -206,10 +218,14 @@ class Auditor:
             self._report(f"step {step} trains group {group}, which was never admitted")
             return
         known = self.groups[group]
-        if len(known.ended) != self.terms.group_size or not known.survivors:
+        if len(known.ended) != self.terms.group_size or not known.rewards:
             self._report(f"step {step} trains group {group} before it has ended")
         if known.failed:
             self._report(f"group {group} has failed and is trained in step {step}")
+        if known.without_signal:
+            self._report(f"group {group} ended without signal and is trained in step {step}")
+        elif self._replaceable(known) and len(set(known.rewards)) == 1:
+            self._report(f"step {step} trains group {group}, which has no signal and should have been replaced")
         if not 0 <= step - known.version <= known.bound:
             self._report(
                 f"group {group} of version {known.version} is trained in step {step}: the bound is {known.bound}"
@@ -217,6 +233,26 @@ class Auditor:
         if group in self._taken:
             self._report(f"group {group} is trained in step {self._taken[group]} and again in step {step}")
         self._taken.setdefault(group, step)
+
+    def _check_without_signal(self, command: c.GroupWithoutSignal) -> None:
+        """The group has ended, its rewards are all equal, and it was to be replaced for that."""
+        group = command.group
+        if not self._known(group):
+            self._report(f"group {group} ended without signal and was never admitted")
+            return
+        known = self.groups[group]
+        if known.without_signal:
+            self._report(f"group {group} ended without signal twice")
+        if known.failed or group in self._taken:
+            self._report(f"group {group} has failed or is trained, and ended without signal")
+        if len(known.ended) != self.terms.group_size or set(known.rewards) != {command.reward}:
+            self._report(f"group {group} ended without signal, but its rewards are not all {command.reward:g}")
+        if not self._replaceable(known):
+            self._report(f"group {group} ended without signal, and the settings say that it is trained")
+        known.without_signal = True
+
+    def _replaceable(self, group: _Group) -> bool:
+        return group.number < self.terms.dynamic_sampling * self.terms.groups_per_step
 
     def _publish(self, event: e.Published) -> None:
         if self._publishing != (event.version, event.attempt) or event.version in self.fingerprints:
@@ -229,11 +265,13 @@ class Auditor:
             if self._known(group):
                 self.trained[group] = event.version - 1
 
-    def _end(self, trajectory: TrajectoryId, *, survived: bool) -> None:
+    def _end(self, trajectory: TrajectoryId, reward: float | None) -> None:
+        """A trajectory has ended, with its reward if it was finished."""
         group = trajectory // self.terms.group_size
         if self._known(group):
             self.groups[group].ended.add(trajectory)
-            self.groups[group].survivors += survived
+            if reward is not None:
+                self.groups[group].rewards.append(reward)
 
     def _check_fingerprint(self, what: str, version: Version, fingerprint: Fingerprint) -> None:
         if self.fingerprints.get(version) != fingerprint:
@@ -280,10 +318,12 @@ class Auditor:
         return (enough or exhausted) and all(self.outcome(group) != "live" for group in range(len(self.groups)))
 
     def outcome(self, group: GroupId) -> Outcome:
-        """Whether a group was trained, has failed, or is still live."""
+        """Whether a group was trained, has failed, ended without signal, or is still live."""
         if group in self.trained:
             return "trained"
-        return "failed" if self.groups[group].failed else "live"
+        if self.groups[group].failed:
+            return "failed"
+        return "without signal" if self.groups[group].without_signal else "live"
 
     def final_problems(self) -> Iterator[str]:
         """Problems that only the whole log can show."""
@@ -295,7 +335,7 @@ class Auditor:
         if self.terms.steps is not None and self.steps == self.terms.steps:
             live = [group for group in range(len(self.groups)) if self.outcome(group) == "live"]
             if live:
-                yield f"all steps are done, and groups {live[:5]} were neither trained nor failed"
+                yield f"all steps are done, and groups {live[:5]} have not ended"
 
     def complete(self) -> set[TrajectoryId]:
         """Trajectories that have ended and whose tokens must all be in the ledger."""
@@ -311,5 +351,5 @@ class Auditor:
         if trajectory < 0 or not self._known(group):
             return None
         step = self._taken.get(group)
-        deleted = step is not None and step < self._checkpointed
+        deleted = self.groups[group].without_signal or (step is not None and step < self._checkpointed)
         return ExpectedTokens(self.groups[group].version, None if deleted else self._generated.get(trajectory), deleted)

@@ -10,7 +10,7 @@ tokens by a digest in each row, in the other tables by deriving them from the lo
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 
 TABLES = """
 -- Facts about the ledger itself.
@@ -35,7 +35,8 @@ CREATE TABLE groups (
     version INTEGER NOT NULL,
     admitted_at INTEGER NOT NULL,
     step INTEGER,           -- the step that trained it
-    failure TEXT            -- why it was not trained
+    failure TEXT,           -- why it could not be trained
+    no_signal REAL          -- the reward of all its trajectories, if it ended without signal
 ) STRICT;
 
 CREATE TABLE trajectories (
@@ -50,7 +51,7 @@ CREATE TABLE trajectories (
     failed TEXT             -- why it was not finished
 ) STRICT;
 
--- The tokens of each trajectory, one chunk per row; kept until no checkpoint can need them again.
+-- The tokens of each trajectory, one chunk per row; kept until its group has no signal or is in a checkpoint.
 CREATE TABLE tokens (
     trajectory INTEGER NOT NULL REFERENCES trajectories (id),
     start INTEGER NOT NULL,

@@ -95,6 +95,8 @@ def _command_statements(command: c.Command, at: Nanoseconds, group_size: int) ->
             yield (_FAILED, (command.reason, command.trajectory))
         case c.GroupFailed():
             yield ("UPDATE groups SET failure = ? WHERE id = ?", ("; ".join(command.reasons), command.group))
+        case c.GroupWithoutSignal():
+            yield ("UPDATE groups SET no_signal = ? WHERE id = ?", (command.reward, command.group))
         case c.Apply():
             # A step that is trained again after a crash keeps its number and its groups.
             yield ("INSERT OR IGNORE INTO steps (step, applied_at) VALUES (?, ?)", (command.step, at))

@@ -22,7 +22,7 @@ import msgspec
 from dora_rl.core import commands as c
 from dora_rl.core import events as e
 from dora_rl.core.tokens import TokenChunk, joined
-from dora_rl.core.types import Nanoseconds, StepId, TrajectoryId
+from dora_rl.core.types import GroupId, Nanoseconds, StepId, TrajectoryId
 from dora_rl.ledger.run_records import RecordedAt
 from dora_rl.ledger.tables import BARRIERS, GENERATED, INSERTS, SCORED, Statement, TableProjection
 from dora_rl.ledger.token_retention import TokenRetention
@@ -100,6 +100,8 @@ class PreparedBatch:
     """Updates of the other tables, in order."""
     released: list[StepId]
     """Steps whose tokens are deleted: they are in a checkpoint."""
+    without_signal: list[GroupId]
+    """Groups whose tokens are deleted: they won't be trained."""
 
 
 class Writer:
@@ -127,6 +129,7 @@ class Writer:
             inserts=inserts,
             updates=updates,
             released=self._retention.released(),
+            without_signal=self._retention.take_without_signal(),
         )
 
     def write(self, batch: PreparedBatch) -> None:
@@ -142,7 +145,8 @@ class Writer:
         for statement, updates in itertools.groupby(batch.updates, operator.itemgetter(0)):
             many(statement, [values for _, values in updates])
         size, groups = self._group_size, self._retention.groups
-        ranges = [(group * size, (group + 1) * size) for step in batch.released for group in groups(step)]
+        needless = [*batch.without_signal, *(group for step in batch.released for group in groups(step))]
+        ranges = [(group * size, (group + 1) * size) for group in needless]
         for statement in _DELETE:
             many(statement, ranges)
 

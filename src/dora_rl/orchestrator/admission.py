@@ -153,8 +153,8 @@ class Admission:
         context = self._context
         limit = (context.policy.staleness + 1) * context.config.groups_per_step
         if context.config.steps is not None:
-            started = context.groups.admitted - context.groups.failed
-            assert started <= context.config.steps * context.config.groups_per_step, f"{started} groups are too many"
+            kept = context.groups.kept
+            assert kept <= context.config.steps * context.config.groups_per_step, f"{kept} groups are too many"
         # Groups admitted under a larger bound may exceed the limit of a smaller one; then nothing is admitted.
         live = context.groups.live
         assert live <= limit or not context.allowance(), f"{live} groups are untrained, and admission is open"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from dora_rl.core.config import Config, NameOf
 from dora_rl.core.errors import ConfigError
@@ -58,6 +58,9 @@ class ControlConfig(Config):
     """Longest response of a trajectory."""
     min_survivors: int = Field(1, ge=1)
     """A group of which fewer trajectories survive fails."""
+    dynamic_sampling: int = Field(0, ge=0)
+    """N: a group whose rewards are all equal is not trained but replaced by another prompt, if it is among the first
+    N * B groups of its version; later ones are trained as they are. 0: all are trained."""
     placement: PlacementName = "deadline"
     """Which rule divides the slots between versions in mode `dora`."""
     admission: AdmissionName = "just_in_time"
@@ -74,6 +77,14 @@ class ControlConfig(Config):
     pack_limit: float = Field(0.9, gt=0, le=1)
     """Share of an instance's KV cache that rebalancing may fill."""
     deadlines: Deadlines = Deadlines()
+
+    @model_validator(mode="after")
+    def _rewards_can_differ(self) -> Self:
+        if self.dynamic_sampling and self.group_size < 2:
+            raise ValueError(
+                "'dynamic_sampling' needs a 'group_size' of 2 or more: the rewards of one trajectory never differ"
+            )
+        return self
 
     @property
     def mode_spec(self) -> ModeSpec:

@@ -21,7 +21,9 @@ class Context:
         self.config = config
         self.mode = config.mode_spec
         self.policy: AdmissionPolicy = self.mode.policy(config.groups_per_step, config.staleness)
-        self.groups = GroupTable(config.group_size, config.min_survivors)
+        self.groups = GroupTable(
+            config.group_size, config.min_survivors, config.dynamic_sampling * config.groups_per_step
+        )
         self.instances = InstanceTable()
         self.timers = Timers()
         self.now: Nanoseconds = 0
@@ -64,8 +66,7 @@ class Context:
             return 0
         allowed = self.policy.allowance(self.groups)
         if self.config.steps is not None:
-            started = self.groups.admitted - self.groups.failed
-            allowed = min(allowed, self.config.steps * self.config.groups_per_step - started)
+            allowed = min(allowed, self.config.steps * self.config.groups_per_step - self.groups.kept)
         return max(0, allowed)
 
     @property

@@ -3,15 +3,19 @@
     trajectory  QUEUED <-> RUNNING <-> MOVING -> SCORING -> DONE
                 any of them ------------------------------> FAILED
     group       OPEN -> READY -> TAKEN -> trained
-                OPEN -> failed
+                OPEN -> failed, or ended without signal
 
 Invariants:
 - a trajectory belongs to one group, and a group has one version and one deadline; neither ever changes;
 - a group is READY when all its trajectories have ended and enough of them survived; it fails when too few survived;
+- with dynamic sampling, a group that would be READY and whose survivors all have the same reward ends without signal
+  instead, if it is among the first `dynamic_sampling` * B groups of its version. Which groups those are is known at
+  their admission, so what is trained does not depend on the order in which groups end;
 - one step takes a READY group, which is then TAKEN; it is trained when that step's weights are published;
 - `untrained[v]` counts the groups of version v that are OPEN, READY or TAKEN, and `unfinished[v]` those that are OPEN;
   `due[d]` counts the untrained groups by deadline;
-- the table holds the untrained groups only: a trained or failed group leaves it.
+- the table holds the untrained groups only: one that is trained, fails or ends without signal leaves it. Each group
+  does exactly one of these, so admitted = trained + failed + without signal + live.
 """
 
 from __future__ import annotations
@@ -41,11 +45,15 @@ class Stage(Enum):
 
 
 class GroupStage(Enum):
-    """Stage of an untrained group."""
+    """Stage of a group, until it is trained."""
 
     OPEN = auto()
     READY = auto()
     TAKEN = auto()
+    FAILED = auto()
+    """It has left the table: too few of its trajectories survived."""
+    NO_SIGNAL = auto()
+    """It has left the table: its rewards are all equal, so it is replaced."""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +70,8 @@ class TrajectoryState:
     attempt: Attempt = 0
     tokens: int = 0
     """Response tokens, as of the last report."""
+    reward: float | None = None
+    """Its reward, once it is DONE."""
     parked: bool = False
     """It waits for its environment and does not decode."""
     parks: int = 0
@@ -93,18 +103,30 @@ class GroupState:
     step: StepId | None = None
     """The step that took it."""
     admitted_at: Nanoseconds = 0
+    replaceable: bool = False
+    """It ends without signal if its rewards are all equal."""
+
+    @property
+    def common_reward(self) -> float | None:
+        """The reward that all survivors have; None if their rewards differ, or nothing survived."""
+        rewards = {one.reward for one in self.trajectories if one.stage is Stage.DONE}
+        return rewards.pop() if len(rewards) == 1 else None
 
 
 class GroupTable:
     """All groups that are admitted and not yet trained."""
 
-    def __init__(self, group_size: int, min_survivors: int) -> None:
+    def __init__(self, group_size: int, min_survivors: int, replaceable: int = 0) -> None:
+        """Of each version, the first `replaceable` groups end without signal if their rewards are all equal."""
         self._group_size = group_size
         self._min_survivors = min_survivors
+        self._replaceable = replaceable
         self.by_id: dict[GroupId, GroupState] = {}
         self.admitted = 0
         self.trained = 0
         self.failed = 0
+        self.without_signal = 0
+        """Number of groups that ended without signal."""
         self.failed_trajectories: Counter[str] = Counter()
         """Failed trajectories, by reason."""
         self.untrained: dict[Version, int] = {}
@@ -118,19 +140,37 @@ class GroupTable:
         """Number of trajectories that are SCORING."""
         self._ready: dict[StepId, list[GroupId]] = {}
         """Heaps of the READY groups, by deadline."""
+        self._latest: Version | None = None
+        """The version of the group admitted last. Versions are admitted in order, so older ones get no more groups."""
+        self._of_latest = 0
+        """How many groups of that version were admitted."""
+
+    @property
+    def kept(self) -> int:
+        """Number of groups that were trained or may still be: those that need no replacement."""
+        return self.admitted - self.failed - self.without_signal
 
     @property
     def live(self) -> int:
-        """Number of groups that are admitted and neither trained nor failed."""
-        return self.admitted - self.trained - self.failed
+        """Number of groups that are admitted and neither trained nor replaced."""
+        return self.kept - self.trained
 
     def admit(
         self, prompt: Prompt, version: Version, deadline: StepId, slot: SlotState, now: Nanoseconds
     ) -> GroupState:
-        """Admit a prompt under a version. From here on it is either trained or a counted failure."""
+        """Admit a prompt under a version. From here on it is either trained or counted as failed or without signal."""
+        if version != self._latest:
+            self._latest, self._of_latest = version, 0
         group = GroupState(
-            id=self.admitted, prompt=prompt, version=version, deadline=deadline, open=self._group_size, admitted_at=now
+            id=self.admitted,
+            prompt=prompt,
+            version=version,
+            deadline=deadline,
+            open=self._group_size,
+            admitted_at=now,
+            replaceable=self._of_latest < self._replaceable,
         )
+        self._of_latest += 1
         first = group.id * self._group_size
         group.trajectories = [
             TrajectoryState(id=first + sibling, group=group, slot=slot) for sibling in range(self._group_size)
@@ -157,10 +197,11 @@ class GroupTable:
         self.running -= 1
         self.scoring += 1
 
-    def scored(self, trajectory: TrajectoryState) -> GroupState | None:
+    def scored(self, trajectory: TrajectoryState, reward: float) -> GroupState | None:
         """The trajectory has its reward; returns the group if that ended it."""
         assert trajectory.stage is Stage.SCORING
         trajectory.stage = Stage.DONE
+        trajectory.reward = reward
         trajectory.group.survivors += 1
         self.scoring -= 1
         return self._trajectory_ended(trajectory.group)
@@ -182,12 +223,17 @@ class GroupTable:
         if group.open:
             return None
         self._decrement(self.unfinished, group.version)
-        if group.survivors >= self._min_survivors:
-            group.stage = GroupStage.READY
-            heapq.heappush(self._ready.setdefault(group.deadline, []), group.id)
-        else:
+        if group.survivors < self._min_survivors:
+            group.stage = GroupStage.FAILED
             self.failed += 1
             self._remove(group)
+        elif group.replaceable and group.common_reward is not None:
+            group.stage = GroupStage.NO_SIGNAL
+            self.without_signal += 1
+            self._remove(group)
+        else:
+            group.stage = GroupStage.READY
+            heapq.heappush(self._ready.setdefault(group.deadline, []), group.id)
         return group
 
     @property
@@ -253,6 +299,8 @@ class GroupTable:
             scoring += scoring_
             assert group.version <= group.deadline, group
             assert self.first_due[group.version] <= group.deadline, group
+        ended = self.trained + self.failed + self.without_signal
+        assert self.admitted == ended + len(self.by_id), f"{self.admitted} groups were admitted, {ended} have ended"
         assert self.live == len(self.by_id), f"{self.live} groups are counted as live, {len(self.by_id)} are"
         assert self.untrained == untrained, f"counts of untrained groups: {self.untrained}, not {untrained}"
         assert self.unfinished == unfinished, f"counts of unfinished groups: {self.unfinished}, not {unfinished}"
@@ -272,6 +320,9 @@ class GroupTable:
             on_slot = stage is Stage.RUNNING or stage is Stage.MOVING
             assert (trajectory.slot is not None) == on_slot, f"{trajectory}: only running ones are on a slot"
             assert (trajectory.target is not None) == (stage is Stage.MOVING), f"{trajectory}: only moving ones move"
+            assert (trajectory.reward is not None) == (stage is Stage.DONE), (
+                f"{trajectory}: only ended ones have a reward"
+            )
             if stage is Stage.DONE:
                 survivors += 1
             elif stage is not Stage.FAILED:
@@ -280,5 +331,7 @@ class GroupTable:
         assert (group.open, group.survivors) == (open_, survivors), f"{group} has {open_} open, {survivors} survivors"
         assert (group.stage is GroupStage.OPEN) == bool(open_), f"{group} has {open_} open trajectories"
         assert open_ or survivors >= self._min_survivors, f"{group} has too few survivors and has not failed"
+        no_signal = not open_ and group.replaceable and group.common_reward is not None
+        assert not no_signal, f"{group} has no signal and was not replaced"
         assert (group.step is not None) == (group.stage is GroupStage.TAKEN), group
         return open_, scoring

@@ -68,6 +68,8 @@ class Streaming:
       at most (K + 1) * B, so due(d) <= (K + 1) * B - later(d) <= (d - n + 1) * B - taken(d), which is the condition.
       Deadlines of groups admitted under other bounds do not enter: each is counted in due(d) or in later(d).
     - Taking and training keep it by the step rule, which knows deadlines only.
+    - A group that leaves untrained (it failed, or ended without signal) was not taken, so no taken(d) changes and no
+      due(d) grows. Its replacement is an admission like any other.
     And it moves: with fewer than B untrained groups admission is open under any K >= 0.
     """
 
@@ -113,8 +115,8 @@ class Barrier:
         return self.pinned
 
     def allowance(self, groups: GroupTable) -> int:
-        """Groups that the opened batches still lack; a failed group is replaced in its batch."""
-        return self.opened * self.groups_per_step - (groups.admitted - groups.failed)
+        """Groups that the opened batches still lack; one that failed or had no signal is replaced in its batch."""
+        return self.opened * self.groups_per_step - groups.kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -110,7 +110,7 @@ class Orchestrator:
 
     @property
     def finished(self) -> bool:
-        """Every prompt that will be admitted is trained or has failed."""
+        """Every prompt that will be admitted is trained, has failed or had no signal."""
         context = self._context
         return context.newest is not None and context.drained and not context.groups.live
 

@@ -12,9 +12,9 @@ version come, and stands in for their stragglers at its end.
 *How large c must be* is measured, not modelled. Each step shows which carry-over would have been just enough: the one
 in force, less the finished groups that the trainer could always have done without, plus B times the share of the step
 that it waited. Their mean and standard deviation are estimated, and c is set so that, if they were normal, the trainer
-would wait for a quarter of a percent of its time. A step in which the trainer waited although nothing was held back shows only
-that rollout is slow, and counts for nothing. Near the balance the trainer waits more than intended, and c grows until
-only the bound holds groups back.
+would wait for a quarter of a percent of its time. A step in which the trainer waited although nothing was held back
+shows only that rollout is slow, and counts for nothing. Near the balance the trainer waits more than intended, and c
+grows until only the bound holds groups back.
 
 *While the trainer waits*, what is wanted grows by B per step time T: if those that it waits for are slow, others are
 wanted in their place, in the end all that the bound allows.
@@ -34,6 +34,7 @@ Invariants:
 
 from __future__ import annotations
 
+import itertools
 import math
 
 from dora_rl.core.types import SECOND, Nanoseconds
@@ -199,7 +200,7 @@ class Pacing:
 def _deviations_for(deviation: float) -> float:
     """How many standard deviations of stock let the trainer wait for the allowed share of its time."""
     loss = _ALLOWED_WAIT / deviation if deviation else math.inf
-    for (lower, more), (upper, less) in zip(_NORMAL_LOSS, _NORMAL_LOSS[1:], strict=False):
+    for (lower, more), (upper, less) in itertools.pairwise(_NORMAL_LOSS):
         if loss >= more:
             return lower
         if loss > less:

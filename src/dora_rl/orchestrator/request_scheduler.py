@@ -14,12 +14,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from dora_rl.core.commands import Abort, FailTrajectory, GroupFailed, Move, Resume, Score, StartGroup
+from dora_rl.core.commands import (
+    Abort,
+    FailTrajectory,
+    GroupFailed,
+    GroupWithoutSignal,
+    Move,
+    Resume,
+    Score,
+    StartGroup,
+)
 from dora_rl.core.errors import IntegrityError
 from dora_rl.core.events import Generated, Moved, MoveFailed, Parked, Progress, Scored, TrajectoryFailed, Unparked
 from dora_rl.core.types import SECOND, Attempt, InstanceId, Nanoseconds, SlotId, TrajectoryId, Version
 from dora_rl.orchestrator.context import Context
-from dora_rl.orchestrator.group_table import GroupState, Stage, TrajectoryState
+from dora_rl.orchestrator.group_table import GroupStage, GroupState, Stage, TrajectoryState
 from dora_rl.orchestrator.instances import InstanceState, SlotState
 from dora_rl.orchestrator.length_predictor import LengthPredictor
 from dora_rl.orchestrator.migration import PlannedMove
@@ -85,7 +94,7 @@ class RequestScheduler:
         trajectory = self._context.groups.trajectory(event.trajectory)
         if trajectory is None or trajectory.stage is not Stage.SCORING:
             return False
-        self._handle_ended(self._context.groups.scored(trajectory))
+        self._handle_ended(self._context.groups.scored(trajectory, event.reward))
         return True
 
     def trajectory_failed(self, event: TrajectoryFailed) -> bool:
@@ -337,14 +346,17 @@ class RequestScheduler:
                 )
 
     def _handle_ended(self, group: GroupState | None) -> None:
-        """A group has ended, if there is one: it is ready to be trained, or it has failed."""
+        """A group has ended, if there is one: it is ready to be trained, has failed, or has no signal."""
         if group is None:
             return
         self.group_ended = True
-        if group.id in self._context.groups.by_id:
-            self._context.pacing.record_latency(self._context.now - group.admitted_at)
-        else:
+        if group.stage is GroupStage.FAILED:
             self._context.emit(GroupFailed(group=group.id, reasons=tuple(group.reasons)))
+            return
+        self._context.pacing.record_latency(self._context.now - group.admitted_at)
+        if group.stage is GroupStage.NO_SIGNAL:
+            assert group.common_reward is not None
+            self._context.emit(GroupWithoutSignal(group=group.id, reward=group.common_reward))
 
     def _record_progress(self, instance_id: InstanceId, kv_tokens: int | None) -> InstanceState | None:
         """A request of the instance made progress; `kv_tokens` is its KV load, if known."""

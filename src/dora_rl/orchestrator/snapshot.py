@@ -34,6 +34,11 @@ class Snapshot(Record, frozen=True, kw_only=True):
     """The bound under which groups are admitted now."""
     admissible: int
     """Groups that would be admitted now if there were room."""
+    admitted: int
+    """Groups that were admitted since the run began; those that have ended are counted by their outcome."""
+    trained: int
+    failed: int
+    without_signal: int
     untrained: dict[Version, int]
     """Untrained groups, by version."""
     waiting: dict[Version, int]
@@ -50,6 +55,10 @@ def take_snapshot(context: Context, scheduler: RequestScheduler, trainer: Traine
         rollout_version=context.rollout_version(),
         max_staleness=context.policy.staleness,
         admissible=context.admissible(),
+        admitted=context.groups.admitted,
+        trained=context.groups.trained,
+        failed=context.groups.failed,
+        without_signal=context.groups.without_signal,
         untrained=dict(context.groups.untrained),
         waiting={version: len(queue) for version, queue in scheduler.waiting.items()},
         trainer=trainer.stage.name.lower(),

@@ -14,6 +14,7 @@ from dora_rl.envs.config import DataConfig, EnvironmentConfig, RewardConfig
 from dora_rl.models.loading import ModelConfig
 from dora_rl.orchestrator.config import ControlConfig
 from dora_rl.runtime.launch.ray.config import RayConfig
+from dora_rl.trainer.algorithms import get_algorithm
 from dora_rl.trainer.config import TrainerConfig
 
 
@@ -161,6 +162,12 @@ class RunConfig(Config):
             raise ValueError("'trainer.temperature' follows 'sampling.temperature'; leave it out")
         if not self.reward.functions and self.environment.kind is None:
             raise ValueError("'reward.functions' is empty: name what a response is worth, for instance [\"exact\"]")
+        algorithm = get_algorithm(self.trainer.algorithm.name)
+        if self.control.dynamic_sampling and algorithm.learns_from_equal_rewards:
+            raise ValueError(
+                f"'control.dynamic_sampling' must be 0 with the algorithm '{algorithm.name}', which learns from groups "
+                "whose rewards are all equal"
+            )
         engine_factory(self.rollout.engine.kind).check_run(self.engine_run())
         if self.runtime == "ray" and self.ray.shared_folder and self.weights == "memory":
             raise ValueError(

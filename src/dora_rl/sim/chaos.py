@@ -9,6 +9,7 @@ After the last one the schedule is fair, so a run that does not end has stalled.
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,6 +48,13 @@ class ChaosPlan:
     shares_trainer: bool = False
     tools: bool = False
     kv_tokens: int = 1 << 20
+    no_signal: float = 1.0
+    """Share of the groups whose rewards are all equal; which ones depends on their number only."""
+
+    def reward(self, group: GroupId, sibling: int) -> float:
+        """The reward of a trajectory. It does not depend on the schedule, as with a fixed policy."""
+        equal = zlib.crc32(b"%d" % group) < self.no_signal * 2**32
+        return float(group % 2) if equal else float(sibling % 2)
 
 
 class ChaosRuntime:
@@ -136,7 +144,9 @@ class ChaosRuntime:
         self.orchestrator.check()
         self.log.append((event, self.now, commands))
         self.checker.observe(event, commands)
-        self.checker.check_idle_slots(self.orchestrator.snapshot())
+        snapshot = self.orchestrator.snapshot()
+        self.checker.check_outcomes(snapshot)
+        self.checker.check_idle_slots(snapshot)
         for command in commands:
             self._execute(command)
 
@@ -353,7 +363,8 @@ class ChaosRuntime:
         ready = [trajectory for trajectory in self._to_score if trajectory not in self._hung]
         trajectory = ready[self.choose(len(ready))]
         self._to_score.remove(trajectory)
-        self._reports.append(e.Scored(trajectory=trajectory, reward=1.0))
+        reward = self.plan.reward(*divmod(trajectory, self.config.group_size))
+        self._reports.append(e.Scored(trajectory=trajectory, reward=reward))
 
     def _train(self) -> None:
         command = self._trainer.popleft()

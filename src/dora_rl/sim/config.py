@@ -106,6 +106,8 @@ class Workload(Config):
     tool_tokens: int = Field(0, ge=0)
     """Tokens that a tool returns."""
     reward_seconds: float = Field(0.0, ge=0)
+    no_signal: float = Field(0.0, ge=0, lt=1)
+    """Share of the groups whose rewards are all equal; they are replaced if `control.dynamic_sampling` says so."""
 
 
 class SimConfig(Config):

@@ -41,11 +41,15 @@ class InvariantChecker:
         self.batches: dict[StepId, tuple[GroupId, ...]] = {}
         self.trained: dict[GroupId, StepId] = {}
         self.failed: set[GroupId] = set()
+        self.without_signal: set[GroupId] = set()
         self.staleness: Counter[int] = Counter()
         self.moves = 0
         self.resumed = 0
         self._ended: set[TrajectoryId] = set()
+        self._failed: set[TrajectoryId] = set()
         self._scored: Counter[TrajectoryId] = Counter()
+        self._rewards: dict[TrajectoryId, float] = {}
+        """The first reward of each trajectory; a trajectory that fails has none."""
         self._attempts: dict[TrajectoryId, int] = {}
         self._newest: Version | None = None
         self._applied = 0
@@ -62,6 +66,8 @@ class InvariantChecker:
             self.offered += [prompt.key for prompt in event.prompts]
         elif isinstance(event, e.Scored):
             self._ended.add(event.trajectory)
+            if self._scored[event.trajectory]:
+                self._rewards.setdefault(event.trajectory, event.reward)
         elif isinstance(event, e.InstanceLost):
             self._lost.add(event.instance)
         elif isinstance(event, e.Published):
@@ -124,10 +130,13 @@ class InvariantChecker:
             case c.FailTrajectory():
                 require(bool(command.reason), f"trajectory {command.trajectory} fails without a reason")
                 self._ended.add(command.trajectory)
+                self._failed.add(command.trajectory)
             case c.GroupFailed():
                 require(command.group not in self.failed, f"group {command.group} fails twice")
                 require(bool(command.reasons), f"group {command.group} fails without a reason")
                 self.failed.add(command.group)
+            case c.GroupWithoutSignal():
+                self._check_without_signal(command)
             case c.EvictInstance():
                 self._lost.add(command.instance)
             case _:
@@ -144,11 +153,34 @@ class InvariantChecker:
         self._check_version_usable(command.version)
         self.admitted.append((command.prompt.key, command.version))
         self.bounds.append(self._bound)
-        untrained = len(self.admitted) - len(self.trained) - len(self.failed)
+        untrained = len(self.admitted) - len(self.trained) - len(self.failed) - len(self.without_signal)
         require(
             untrained <= (self._bound + 1) * self._config.groups_per_step,
             f"C3: {untrained} groups are untrained at once",
         )
+
+    def _check_without_signal(self, command: c.GroupWithoutSignal) -> None:
+        group = command.group
+        others = self.failed | self.without_signal | {one for batch in self.batches.values() for one in batch}
+        require(group not in others, f"C2: group {group} ended and then ends without signal")
+        rewards = self._group_rewards(group)
+        require(rewards == {command.reward}, f"group {group} ends without signal, and its rewards are {rewards}")
+        require(self._replaceable(group), f"group {group} ends without signal beyond the limit of its version")
+        self.without_signal.add(group)
+
+    def _group_rewards(self, group: GroupId) -> set[float]:
+        """The different rewards of a group, all of whose trajectories must have ended."""
+        size = self._config.group_size
+        siblings = range(group * size, (group + 1) * size)
+        ended = all(trajectory in self._ended for trajectory in siblings)
+        require(ended, f"group {group} ends before all its trajectories have ended")
+        return {self._rewards[one] for one in siblings if one not in self._failed}
+
+    def _replaceable(self, group: GroupId) -> bool:
+        """Whether the group is replaced if it has no signal: it is among the first ones of its version."""
+        version = self.admitted[group][1]
+        before = sum(other == version for _, other in self.admitted[:group])
+        return before < self._config.dynamic_sampling * self._config.groups_per_step
 
     def _check_version_usable(self, version: Version) -> None:
         require(version in self._published, f"version {version} is used before it is published")
@@ -174,9 +206,9 @@ class InvariantChecker:
             version = self.admitted[group][1]
             require(group not in before, f"C2: group {group} is trained twice")
             require(group not in self.failed, f"C2: group {group} has failed and is trained")
-            size = self._config.group_size
-            ended = all(trajectory in self._ended for trajectory in range(group * size, (group + 1) * size))
-            require(ended, f"group {group} is trained before all its trajectories have ended")
+            require(group not in self.without_signal, f"C2: group {group} ended without signal and is trained")
+            no_signal = len(self._group_rewards(group)) < 2 and self._replaceable(group)
+            require(not no_signal, f"group {group} has no signal and is trained instead of being replaced")
             require(
                 0 <= step - version <= self.bounds[group],
                 f"C3: step {step} trains a group of version {version}, admitted under the bound {self.bounds[group]}",
@@ -185,6 +217,14 @@ class InvariantChecker:
         self.batches[step] = groups
 
     # -- the state between events -----------------------------------------------------------------------------
+
+    def check_outcomes(self, snapshot: Snapshot) -> None:
+        """Every admitted group is live or has one outcome, and the orchestrator counts them as they were reported."""
+        counts = (snapshot.admitted, snapshot.trained, snapshot.failed, snapshot.without_signal)
+        found = tuple(map(len, (self.admitted, self.trained, self.failed, self.without_signal)))
+        require(counts == found, f"C2: outcomes are counted as {counts}, and {found} were reported")
+        live = sum(snapshot.untrained.values())
+        require(snapshot.admitted == sum(counts[1:]) + live, f"C2: of {counts} groups {live} are live")
 
     def check_idle_slots(self, snapshot: Snapshot) -> None:
         """No slot is idle while there is work for it, and every idle slot has a cause."""
@@ -215,10 +255,10 @@ class InvariantChecker:
             require(explained, f"{slot.slot} serves version {slot.version} but idles as if it had none")
 
     def check_finished(self, snapshot: Snapshot, *, prompts: int) -> None:
-        """Each prompt was trained once or failed, each slot is empty, and each old version is retired."""
+        """Each prompt was trained once, failed or had no signal, slots are empty, and old versions are retired."""
         require(len(self.admitted) == prompts, f"{prompts - len(self.admitted)} prompts were never admitted")
         for group in range(len(self.admitted)):
-            ends = (group in self.trained) + (group in self.failed)
+            ends = (group in self.trained) + (group in self.failed) + (group in self.without_signal)
             require(ends == 1, f"C2: group {group} ended {ends} times")
         sizes = [len(batch) for batch in self.batches.values()]
         require(

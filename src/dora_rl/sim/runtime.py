@@ -352,13 +352,17 @@ class SimRuntime:
         )
 
     def _score(self, command: c.Score) -> None:
-        event = e.Scored(trajectory=command.trajectory, reward=0.0)
+        reward = self.source.reward(*divmod(command.trajectory, self.config.control.group_size))
+        event = e.Scored(trajectory=command.trajectory, reward=reward)
         seconds = self.config.workload.reward_seconds
         self.records.scored(self._group(command.trajectory), self.now + nanoseconds(seconds))
         if seconds:
             self._after(seconds, partial(self._events.append, event))
         else:
             self._events.append(event)
+
+    def _without_signal(self, command: c.GroupWithoutSignal) -> None:
+        self.records.ended_without_signal(command.group)
 
     def _accumulate(self, command: c.Accumulate) -> None:
         tokens = sum(self._group_tokens(group) for group in command.groups)
@@ -424,6 +428,7 @@ class SimRuntime:
         c.SlotIdles: _slot_idles,
         c.FetchPrompts: _fetch,
         c.Score: _score,
+        c.GroupWithoutSignal: _without_signal,
         c.Accumulate: _accumulate,
         c.Apply: _apply,
         c.Publish: _publish,

@@ -59,6 +59,10 @@ class StepRecords:
         """A reward of the group is known at this time."""
         self._spans[group] = (self._spans[group][0], at)
 
+    def ended_without_signal(self, group: GroupId) -> None:
+        """No step will train the group."""
+        del self._lengths[group], self._spans[group]
+
     def response_tokens(self, group: GroupId) -> int:
         """Response tokens of an untrained group so far."""
         return self._lengths[group][0]

@@ -103,6 +103,12 @@ class Source:
         turns = [SimTurn(per_turn, float(wait), workload.tool_tokens) for wait in waits]
         return [*turns, SimTurn(tokens - per_turn * (count - 1), 0.0, 0)]
 
+    def reward(self, prompt: int, sibling: int) -> float:
+        """The reward of a trajectory: siblings differ, unless their prompt is one of those without signal."""
+        share = self._workload.no_signal
+        equal = share > 0 and np.random.default_rng((self._seed, 3, prompt)).random() < share
+        return 0.0 if equal else float(sibling % 2)
+
     def sample(self, prompts: int) -> np.ndarray:
         """Response lengths of the first prompts, one row per prompt."""
         return np.array([[self.response_tokens(p, s) for s in range(self._size)] for p in range(prompts)])

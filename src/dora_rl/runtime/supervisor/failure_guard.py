@@ -37,7 +37,9 @@ class FailureGuard:
         ended = [command.trajectory for command in commands if isinstance(command, c.FailTrajectory)]
         if isinstance(event, e.Scored):
             ended.append(event.trajectory)
-        if any(self._succeeded(trajectory // self._size) for trajectory in ended):
+        if any(isinstance(command, c.GroupWithoutSignal) for command in commands) or any(
+            self._succeeded(trajectory // self._size) for trajectory in ended
+        ):
             self._failed.clear()
 
     def check(self, newest: Version | None) -> None:
@@ -50,7 +52,7 @@ class FailureGuard:
         self._failed.clear()
 
     def _succeeded(self, group: int) -> bool:
-        """Whether the group is complete and will be trained; the store has no failed groups."""
+        """Whether the group is complete and will be trained; the store has no groups that were replaced."""
         entry = self._trajectories.groups.get(group)
         return entry is not None and all(one.failed or one.reward is not None for one in entry.trajectories.values())
 

@@ -108,7 +108,9 @@ class MetricsRecorder:
         for group, entry in list(groups.items())[: self._samples_per_step]:
             self._write_samples(step, group, entry)
 
-    def published(self, version: Version, now: Nanoseconds, live: int, failed: int, ledger_seconds: float) -> None:
+    def published(
+        self, version: Version, now: Nanoseconds, live: int, failed: int, without_signal: int, ledger_seconds: float
+    ) -> None:
         """Write the metrics of the step that ended with this version."""
         self.most_live = max(self.most_live, live)
         figures = self._pending.pop(version - 1, None)
@@ -126,6 +128,7 @@ class MetricsRecorder:
                 "rollout/migrations": float(self._step_moved),
                 "rollout/reprefilled_tokens": float(self._reprefilled_since()),
                 "rollout/failed_trajectories": float(failed),
+                "rollout/groups_without_signal": float(without_signal),
                 "timing_s/ledger": ledger_seconds,
                 **{
                     f"idle/{IdleReason(key.removeprefix('idle: ')).tag}": spent / slot_time

@@ -137,6 +137,7 @@ class Supervisor:
             c.Stalled: self._stalled,
             c.FailTrajectory: lambda _: None,  # the projections have counted it
             c.GroupFailed: lambda _: None,
+            c.GroupWithoutSignal: lambda _: None,
         }
         executors: list[CommandExecutor] = [self.rollout, self.trainer, self.reward]
         if self.sessions is not None:
@@ -251,8 +252,8 @@ class Supervisor:
                 self._bound = bound
             case e.Published(version=version):
                 failed = sum(self._trajectories.failed.values())
-                live = self._trajectories.live_versions
-                self._metrics.published(version, at, live, failed, self._ledger.seconds)
+                live, without_signal = self._trajectories.live_versions, self._trajectories.without_signal
+                self._metrics.published(version, at, live, failed, without_signal, self._ledger.seconds)
                 self._metrics.mark("published", at, version=version)
                 if self.evaluation is not None:
                     self.evaluation.version_published(version)

@@ -127,6 +127,8 @@ class TrajectoryStore:
         """Fingerprints of all versions that can have served a trajectory of these groups."""
         self.failed: dict[str, int] = {}
         """Failed trajectories by reason."""
+        self.without_signal = 0
+        """Groups that ended without signal, since the run began."""
         self.live_versions = 0
         """The most versions that had running requests at the same time, between the last two published versions."""
         self._running: Counter[Version] = Counter()
@@ -186,6 +188,9 @@ class TrajectoryStore:
                 self.failed[reason] = self.failed.get(reason, 0) + 1
             case c.GroupFailed(group=group):
                 del self.groups[group]
+            case c.GroupWithoutSignal(group=group):
+                del self.groups[group]
+                self.without_signal += 1
             case c.Apply(step=step, groups=groups):
                 for group in groups:
                     if group in self.groups:

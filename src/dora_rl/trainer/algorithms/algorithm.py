@@ -93,3 +93,10 @@ class Algorithm:
     """The default of `trainer.algorithm.aggregation`."""
     clip: Clip
     """The defaults of the clipping bounds."""
+
+    @property
+    def learns_from_equal_rewards(self) -> bool:
+        """Whether a group whose rewards are all equal has advantages, next to a group whose rewards differ."""
+        import numpy as np
+
+        return bool(self.advantage([np.array([1.0, 1.0]), np.array([0.0, 1.0])])[0].any())

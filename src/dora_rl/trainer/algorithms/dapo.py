@@ -1,6 +1,7 @@
 """DAPO (Yu et al., arXiv 2503.14476): a higher upper bound and the mean over tokens.
 
-Its dynamic sampling corresponds to `no_signal = "skip"`; its soft penalty for overlong answers belongs in the reward.
+Its dynamic sampling is `control.dynamic_sampling`, which other algorithms can use as well; its soft penalty for
+overlong answers belongs in the reward.
 """
 
 from __future__ import annotations
