@@ -10,12 +10,12 @@ like ESS * n samples of the trained policy. K is worth having if it gives at lea
   are fed up to the bound, so groups get fresher.
 - *A trial* compares a window of steps under the new bound with the window before it. The steps in between are left out:
   groups admitted under the old bound are still trained. It lasts until the difference exceeds its standard error, or
-  the window has `_LONGEST` steps. If K was not worth it, or K - 1 was too slow, the trial is undone, and the next one
-  has to wait: `_FIRST_PAUSE` steps, then twice as many after each trial that is undone.
+  the window has `_LONGEST` steps. If K was not worth it, or K - 1 was too slow, the trial is undone. The direction that
+  lost is not tried again for `_FIRST_PAUSE` steps, and twice as long each time that it loses again.
 - *Alarm.* K is halved at once if the effective sample size of one step is below `_LOW_ESS` of what is healthy, or if
   the KL divergence jumps. Half, not one less: a learner that diverges does so within a few steps. A second alarm has to
   wait until the groups that were admitted under the larger bound are trained, since those say nothing about the smaller
-  one. The next trial has to wait as after one that is undone.
+  one. Then larger bounds have lost, as in a trial.
 - *Healthy* is the mean effective sample size under the least bound, where staleness can do the least harm; as long as
   that is not known, the largest mean of a window so far. It is relative, because the level depends on the task: weights
   of whole responses vary more than weights of tokens.
@@ -105,6 +105,28 @@ class _Rate:
         return cls(mean, statistics.variance(rates) / len(rates))
 
 
+@dataclass(slots=True)
+class _Direction:
+    """Larger or smaller bounds: for how many steps they are not tried."""
+
+    sign: int
+    pause: int = 0
+    """Steps until this direction may be tried."""
+    next_pause: int = _FIRST_PAUSE
+    """Steps of the pause after it loses the next time."""
+    lost_at: int | None = None
+    """The bound with which it lost last."""
+
+    def lose(self, bound: int) -> None:
+        self.pause, self.lost_at = self.next_pause, bound
+        self.next_pause = min(2 * self.next_pause, _LONGEST_PAUSE)
+
+    def win(self, bound: int) -> None:
+        """Pauses are short again once the direction wins where it lost before, or beyond."""
+        if self.lost_at is not None and self.sign * (bound - self.lost_at) >= 0:
+            self.next_pause, self.lost_at = _FIRST_PAUSE, None
+
+
 @dataclass(frozen=True, slots=True)
 class _Trial:
     """The bound and the rate before the bound in force."""
@@ -128,16 +150,15 @@ class AdaptiveBound:
         """The steps that are left out may contain groups of a larger bound."""
         self._trial: _Trial | None = None
         self._healthy: float | None = None
-        self._pause = _FIRST_PAUSE
-        """Steps until the next trial after one that is undone."""
-        self._paused = 0
+        self._up, self._down = _Direction(1), _Direction(-1)
 
     def observe(self, step: StepMeasures) -> int | None:
         """Take in a step; return the new bound if it changes."""
         before = self.bound
-        self._paused = max(0, self._paused - 1)
+        for direction in (self._up, self._down):
+            direction.pause = max(0, direction.pause - 1)
         if self._alarming(step):
-            self._pause_trials()
+            self._up.lose(self.bound)
             self._change(max(FLOOR, self.bound // 2))
         elif self._settling:
             self._settling -= 1
@@ -170,11 +191,10 @@ class AdaptiveBound:
         self._healthy = max(known, quality)
         if self._trial is not None:
             self._compare(self._trial)
-        elif self._paused:
-            return
-        elif waited > _WAITS and self.bound < self.cap and quality >= _GOOD_ESS * self._healthy:
-            self._try(self.bound + 1)
-        elif waited < _NEVER_WAITS and self.bound > FLOOR:
+        elif waited > _WAITS and quality >= _GOOD_ESS * self._healthy:
+            if self.bound < self.cap and not self._up.pause:
+                self._try(self.bound + 1)
+        elif waited < _NEVER_WAITS and self.bound > FLOOR and not self._down.pause:
             self._try(self.bound - 1)
 
     def _try(self, bound: int) -> None:
@@ -190,16 +210,13 @@ class AdaptiveBound:
         if abs(surplus) < math.sqrt(larger.variance + smaller.variance) and len(self._window) < _LONGEST:
             return
         self._trial = None
-        better = max(self.bound, trial.bound) if surplus >= 0 else min(self.bound, trial.bound)
+        winner, loser = (self._up, self._down) if surplus >= 0 else (self._down, self._up)
+        worse, better = sorted((self.bound, trial.bound), reverse=surplus < 0)
+        loser.lose(worse)
         if better == self.bound:
-            self._pause = _FIRST_PAUSE
+            winner.win(better)
         else:
-            self._pause_trials()
             self._change(better)
-
-    def _pause_trials(self) -> None:
-        self._paused = self._pause
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
     def _change(self, bound: int) -> None:
         """Put another bound in force; groups admitted before are trained within as many steps as their bound."""

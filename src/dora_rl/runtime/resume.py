@@ -2,8 +2,7 @@
 
 A run continues with the settings that it was started with. Only settings that do not change its results, or that the
 orchestrator changes by an event, can get other values: `rollout.instances`, `rollout.engine.probe_tolerance`,
-`control.max_staleness`, `runtime`, `ray`, `mismatch` and `logging.level`. The bound of a run is either chosen by the user
-or `auto` for all its time.
+`control.max_staleness`, `runtime`, `ray`, `mismatch` and `logging.level`. Whether the bound is `auto` can't change.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ def change(run_dir: RunDir, settings: list[str]) -> int | None:
     rollout = before.rollout.model_copy(update={"instances": after.rollout.instances, "engine": engine})
     if before.control.adaptive != after.control.adaptive:
         raise UserError(
-            "'control.max_staleness' can't change between \"auto\" and a number when a run is resumed: leave it out, or "
-            "start a new run"
+            "'control.max_staleness' can't change between \"auto\" and a number when a run is resumed: leave it out, "
+            "or start a new run"
         )
     control = before.control.model_copy(update={"max_staleness": after.control.max_staleness})
     if before.model_copy(update={**changed, "rollout": rollout, "control": control}) != after:

@@ -259,6 +259,7 @@ class MeasuredRuntime(SimRuntime):
             published={
                 step + 1: record.finished_at for step, record in self.records.steps.items() if record.finished_at
             },
+            bounds=[(self.records.steps[version - 1].finished_at, bound) for version, bound in self.bounds[1:]],
             start=self._measured_from,
             end=self.now,
         )

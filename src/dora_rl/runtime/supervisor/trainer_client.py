@@ -1,7 +1,7 @@
 """The supervisor's side of the trainer: rank 0, which receives and reports, and the other ranks.
 
     Accumulate     -> TrainGroups            TrainerReport     -> Accumulated, Trained, Published, Checkpointed
-    Apply, Publish -> RunCommand             StepMetrics       -> metrics, the adaptive bound; wrong log-probs end the run
+    Apply, Publish -> RunCommand             StepMetrics       -> metrics, adaptive bound; wrong log-probs end the run
     (end of run)   -> SaveCheckpoint         CheckpointWritten -> the ledger
                                              SaveDone          -> the run may end
     RanksAddress of rank 0 -> JoinRanks to the other ranks
