@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -170,12 +171,18 @@ def test_an_alarm_ends_a_trial() -> None:
     assert bounds(TRAINER_BOUND, 100, adaptive) == [1] * 100, "the trial of 3 is over"
 
 
-def test_after_an_alarm_no_larger_bound_is_tried_for_a_while() -> None:
-    adaptive = settled(4, 1.0)
-    assert adaptive.observe(calm(0.2)) == 2
-    waiting = StepMeasures(seconds=20.0, waited=10.0, tokens=TOKENS, ess=1.0)
-    quiet = next(step for step in range(100) if adaptive.observe(waiting))
-    assert quiet >= 14
+def test_after_alarms_the_same_bound_is_tried_ever_more_rarely() -> None:
+    """Steps are ever faster, but at K = 3 there is an alarm in each step."""
+    adaptive, tried = AdaptiveBound(FLOOR, CAP), []
+    for step in range(1000):
+        bound = adaptive.bound
+        ess = 0.2 if bound == 3 else 1.0
+        if adaptive.observe(StepMeasures(seconds=100.0 / 1.5**bound, waited=5.0, tokens=TOKENS, ess=ess)) == 3:
+            tried.append(step)
+    pauses = [after - before for before, after in itertools.pairwise(tried)]
+    assert len(tried) >= 4
+    assert pauses[-1] >= 256
+    assert all(after >= before for before, after in itertools.pairwise(pauses))
 
 
 def test_a_larger_bound_requires_healthy_samples() -> None:

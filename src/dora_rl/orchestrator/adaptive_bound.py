@@ -10,12 +10,12 @@ like ESS * n samples of the trained policy. K is worth having if it gives at lea
   are fed up to the bound, so groups get fresher.
 - *A trial* compares a window of steps under the new bound with the window before it. The steps in between are left out:
   groups admitted under the old bound are still trained. It lasts until the difference exceeds its standard error, or
-  the window has `_LONGEST` steps. If K was not worth it, or K - 1 was too slow, the trial is undone. The direction that
-  lost is not tried again for `_FIRST_PAUSE` steps, and twice as long each time that it loses again.
+  the window has `_LONGEST` steps. If K was not worth it, or K - 1 was too slow, the trial is undone. Neither the bound
+  that lost nor one beyond it is tried for `_FIRST_PAUSE` steps, and for twice as long each time that it loses again.
 - *Alarm.* K is halved at once if the effective sample size of one step is below `_LOW_ESS` of what is healthy, or if
   the KL divergence jumps. Half, not one less: a learner that diverges does so within a few steps. A second alarm has to
   wait until the groups that were admitted under the larger bound are trained, since those say nothing about the smaller
-  one. Then larger bounds have lost, as in a trial.
+  one. The bound with the alarm has lost as in a trial.
 - *Healthy* is the mean effective sample size under the least bound, where staleness can do the least harm; as long as
   that is not known, the largest mean of a window so far. It is relative, because the level depends on the task: weights
   of whole responses vary more than weights of tokens.
@@ -107,15 +107,18 @@ class _Rate:
 
 @dataclass(slots=True)
 class _Direction:
-    """Larger or smaller bounds: for how many steps they are not tried."""
+    """Larger or smaller bounds: what they lost with, and for how many steps that is not tried again."""
 
     sign: int
     pause: int = 0
-    """Steps until this direction may be tried."""
+    """Steps until it may be tried where it lost."""
     next_pause: int = _FIRST_PAUSE
     """Steps of the pause after it loses the next time."""
     lost_at: int | None = None
     """The bound with which it lost last."""
+
+    def may_try(self, bound: int) -> bool:
+        return not self.pause or self.lost_at is None or self.sign * (bound - self.lost_at) < 0
 
     def lose(self, bound: int) -> None:
         self.pause, self.lost_at = self.next_pause, bound
@@ -192,9 +195,9 @@ class AdaptiveBound:
         if self._trial is not None:
             self._compare(self._trial)
         elif waited > _WAITS and quality >= _GOOD_ESS * self._healthy:
-            if self.bound < self.cap and not self._up.pause:
+            if self.bound < self.cap and self._up.may_try(self.bound + 1):
                 self._try(self.bound + 1)
-        elif waited < _NEVER_WAITS and self.bound > FLOOR and not self._down.pause:
+        elif waited < _NEVER_WAITS and self.bound > FLOOR and self._down.may_try(self.bound - 1):
             self._try(self.bound - 1)
 
     def _try(self, bound: int) -> None:
