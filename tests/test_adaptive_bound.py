@@ -194,6 +194,14 @@ def test_a_larger_bound_requires_healthy_samples() -> None:
         assert any(adaptive.observe(waiting) == 5 for _ in range(60)) is raised, share
 
 
+def test_under_the_least_bound_what_is_measured_is_healthy() -> None:
+    """No bound is smaller, so there is no alarm: a run whose samples got worse for good goes on from there."""
+    adaptive = settled(FLOOR, 1.0)
+    assert [adaptive.observe(calm(0.3)) for _ in range(30)] == [None] * 30
+    waiting = StepMeasures(seconds=20.0, waited=10.0, tokens=TOKENS, ess=0.3)
+    assert any(adaptive.observe(waiting) == FLOOR + 1 for _ in range(10))
+
+
 # -- what it never does -------------------------------------------------------------------------------------------
 
 NUMBERS = st.floats(0.0, 1e6)
@@ -266,7 +274,7 @@ class Recorded(BoundControl):
     def __init__(self, config: ControlConfig) -> None:
         super().__init__(config, FLOOR)
         self.steps: list[StepMeasures] = []
-        self._adaptive.observe = lambda step: self.steps.append(step)  # type: ignore[method-assign, assignment, func-returns-value]
+        self._adaptive.observe = lambda step: self.steps.append(step)  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("settings", [[], ["workload.reward_seconds=3"], ["trainer.utilisation=0.1"]])
