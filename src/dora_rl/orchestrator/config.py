@@ -95,8 +95,8 @@ class ControlConfig(Config):
         if self.adaptive and not self.mode_spec.bound_can_change:
             able = " or ".join(f"'{name}'" for name, mode in MODES.items() if mode.bound_can_change)
             raise ValueError(
-                f"'control.max_staleness' can't be \"auto\" in mode '{self.mode}', which keeps its bound: "
-                f"set a number, or 'control.mode' to {able}"
+                f"'max_staleness' can't be \"auto\" in mode '{self.mode}', which keeps its bound: "
+                f"set a number, or 'mode' to {able}"
             )
         return self
 
