@@ -42,7 +42,7 @@ FLOOR = 1
 """The least bound, with which a run starts. Under K = 0 rollout and training alternate, which costs more than staleness
 1; if one step makes samples useless, the learning rate is too high, and no bound would help."""
 DEFAULT_CAP = 8
-"""Beyond this the paper and its successors report a loss in learning, and `plan` finds no gain in throughput."""
+"""The largest bound that `dora-rl plan` considers."""
 
 _WINDOW = 10
 """Steps that a decision needs. In simulations of a small cluster the rates of single steps differ by 15%, their means
