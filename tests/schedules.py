@@ -31,7 +31,7 @@ def draw_config(random_: random.Random, mode: ModeName | None = None) -> Control
 def draw_plan(random_: random.Random, config: ControlConfig) -> ChaosPlan:
     return ChaosPlan(
         instances=random_.randint(1, 5),
-        slots=random_.choice((1, 1, 2, 3, config.max_staleness + 1)),
+        slots=random_.choice((1, 1, 2, 3, int(config.max_staleness) + 1)),
         max_requests=config.group_size * random_.randint(1, 4),
         prompts=random_.randint(1, 40),
         faults=random_.randint(0, 12),

@@ -267,7 +267,7 @@ def test_a_tracker(tmp_path: Path) -> None:
     made = trackers(run_dir, config.model_copy(update={"logging": logging}))
     recorder = MetricsRecorder(run_dir, made, 0, decode=str, samples=0)
     recorder.step_trained(0, {"loss": 0.5}, {})
-    recorder.published(1, 10**9, live=1, failed=0, without_signal=0, ledger_seconds=0.0)
+    recorder.published(1, 10**9, live=1, failed=0, without_signal=0, ledger_seconds=0.0, bound=3)
     recorder.close()
     lines = (run_dir.path / "metrics.csv").read_text().splitlines()
     assert "1,loss,0.5" in lines

@@ -206,7 +206,7 @@ def test_nothing_moves_where_one_batch_serves_every_version(one_batch: bool) -> 
         config = draw_config(random_, "dora")
         plan = ChaosPlan(
             instances=3,
-            slots=config.max_staleness + 1,
+            slots=config.staleness + 1,
             max_requests=3 * config.group_size,
             prompts=40,
             faults=0,

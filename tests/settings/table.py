@@ -98,6 +98,10 @@ RUN: Table = {
         "orchestrator.context:Context.__init__",
         "settings/test_supervisor.py::test_mode_and_staleness_bound_limit_admission",
     ),
+    "control.max_staleness_cap": Row(
+        "orchestrator.bound_control:BoundControl.__init__",
+        "test_adaptive_bound.py::test_the_bound_never_exceeds_the_configured_cap",
+    ),
     "control.groups_per_step": Row(
         "orchestrator.trainer_state:TrainerState._complete",
         "settings/test_supervisor.py::test_mode_and_staleness_bound_limit_admission",

@@ -107,16 +107,44 @@ def test_an_instance_silent_past_the_heartbeat_deadline_is_lost(base: Path) -> N
 
 @pytest.mark.parametrize(
     ("mode", "staleness", "per_step", "found"),
-    [("sync", 3, 2, 2), ("dora", 0, 2, 2), ("dora", 1, 2, 4), ("dora", 3, 2, 8), ("dora", 3, 3, 12)],
+    [
+        ("sync", 3, 2, 2),
+        ("dora", 0, 2, 2),
+        ("dora", 1, 2, 4),
+        ("dora", 3, 2, 8),
+        ("dora", 3, 3, 12),
+        ("dora", "auto", 2, 4),
+    ],
 )
 def test_mode_and_staleness_bound_limit_admission(
-    base: Path, mode: str, staleness: int, per_step: int, found: int
+    base: Path, mode: str, staleness: int | str, per_step: int, found: int
 ) -> None:
     """With enough capacity, (K + 1) * B groups start before the first step, where K depends on the mode."""
     control = {"mode": mode, "max_staleness": staleness, "groups_per_step": per_step, "steps": 100}
     with supervisor(base, MANY, {"control": control}) as harness:
         harness.begin(**SMALL)
         assert admitted(harness) == found
+
+
+@pytest.mark.parametrize(("figures", "bound"), [({"off_policy/ess": 0.2}, 2), ({"off_policy/kl": 0.9}, 2), ({}, 4)])
+def test_an_adaptive_bound_follows_what_the_trainer_measures(base: Path, figures: dict[str, float], bound: int) -> None:
+    """With `control.max_staleness = "auto"`, metrics of a step change the bound when its version is published."""
+    control = {"max_staleness": "auto", "max_staleness_cap": 4, "groups_per_step": 1, "steps": 100}
+    with supervisor(base, ONE, {"control": control}) as harness:
+        control_: Any = harness.run.supervisor._bound_control
+        assert control_._adaptive.cap == 4
+        harness.begin(**ROOMY)
+        harness.happen(e.BoundChanged(max_staleness=4))
+        control_._adaptive.bound, control_._adaptive._healthy, control_._adaptive._settling = 4, 1.0, 2
+        harness.finish(harness.submits()[0])
+        harness.receive("trainer", m.StepMetrics(step=0, metrics={"reward/mean": 0.0} | figures))
+        harness.happen(e.Trained(step=0, attempt=1))
+        assert harness.run.orchestrator.snapshot().max_staleness == 4
+        harness.happen(e.Published(version=1, attempt=1, fingerprint="v1"))
+        assert harness.run.orchestrator.snapshot().max_staleness == bound
+        assert harness.run._state.bound == bound
+        harness.run.metrics.flush()
+        assert [one["off_policy/bound"] for one in lines(harness.folder.metrics)] == [4.0], "in force during the step"
 
 
 def test_a_step_takes_the_configured_number_of_groups(base: Path) -> None:

@@ -118,7 +118,7 @@ class ProgressPanel:
             f"{self._rate:,.0f} tokens/s",
             f"{last['timing_s/step']:.2f} s",
             f"occupancy {self._occupancy:.0%}",
-            f"staleness {last['off_policy/trajectory_staleness']:.1f}",
+            f"staleness {last['off_policy/trajectory_staleness']:.1f}{self._bound}",
             f"live versions {last['rollout/live_versions']:.0f}",
         ]
         return "  ".join(fields)
@@ -151,7 +151,9 @@ class ProgressPanel:
             )
         rows.append(("rollout", f"{self._rate:,.0f} tokens/s trained, occupancy {self._occupancy:.0%}"))
         rows.append(("versions", self._versions()))
-        rows.append(("staleness", histogram(self._staleness + recorder.staleness) or "nothing trained yet"))
+        rows.append(
+            ("staleness", (histogram(self._staleness + recorder.staleness) or "nothing trained yet") + self._bound)
+        )
         rows.append(("idle slots", idle(shares(self._time + recorder.time)) or "none"))
         rows.append(("trainer", self._trainer()))
         return rows
@@ -176,6 +178,13 @@ class ProgressPanel:
             )
             return f"{activity_text} {activity.version}"
         return f"waiting: {activity.cause}"
+
+    @property
+    def _bound(self) -> str:
+        """The staleness bound in force, if the run chooses it."""
+        if not self._run.config.control.adaptive:
+            return ""
+        return f" (at most {self._run.orchestrator.snapshot().max_staleness})"
 
     @property
     def _done(self) -> int:

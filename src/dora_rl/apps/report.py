@@ -152,6 +152,7 @@ def run_timeline(activity: run_reader.ActivityLog, published: dict[StepId, Nanos
             if note["note"] == "moved"
         ],
         published=dict(sorted(versions.items())),
+        bounds=[(note["at"], note["after"]) for note in activity.notes if note["note"] == "bound"],
         # The first version may be published before the first instance starts.
         start=min([*(segments[0].start for segments in rows), *versions.values()]),
         end=max(segments[-1].end for segments in rows),

@@ -63,7 +63,7 @@ def _cells(run: RunProgress) -> list[str]:
     return [
         escape(run.name),
         run.mode,
-        str(run.max_staleness),
+        str(run.max_staleness) if run.auto_bound is None else f"auto: {run.auto_bound}",
         f"{run.steps}{asked}",
         "" if run.rewards is None else f"{run.rewards[1]:.3f}",
         "" if run.accuracy is None else f"{run.accuracy[1][1]:.1%}",

@@ -19,7 +19,7 @@ from dora_rl.orchestrator.modes import MODES
 from dora_rl.sim.config import SimConfig
 from dora_rl.sim.plan import PlanResult, plan
 from dora_rl.sim.presets import PRESETS, preset
-from dora_rl.sim.run import Result, parse_variant, simulate
+from dora_rl.sim.run import Result, control_for, parse_variant, simulate
 
 DEFAULT_MODES = ",".join(MODES)
 console = Console()
@@ -63,6 +63,9 @@ def sim(
     console.print(_table(preset_name, config, results))
     console.print(_versions(results))
     console.print(_causes(results))
+    for mode, result in results.items():
+        if control_for(config, result.variant).adaptive:
+            console.print(_bounds(mode, result), highlight=False, soft_wrap=True)
     if json_file is not None:
         json_file.write_text(json.dumps(figures(preset_name, config, results), indent=2) + "\n", encoding="utf-8")
         console.print(f"figures: {json_file}", highlight=False, soft_wrap=True)
@@ -99,6 +102,7 @@ def figures(name: str, config: SimConfig, results: dict[str, Result]) -> dict[st
                 "staleness": {str(lag): share for lag, share in result.staleness.items()},
                 "mean_staleness": result.mean_staleness,
                 "least_staleness": result.least_staleness,
+                "bounds": [list(one) for one in result.bounds],
                 "live_versions": result.live_versions,
                 "migrations": result.migrations,
                 "idle": result.idle,
@@ -166,6 +170,12 @@ def _versions(results: dict[str, Result]) -> Table:
             "  ".join(f"{lag}:{share:.0%}" for lag, share in result.staleness.items() if share >= 0.005),
         )
     return table
+
+
+def _bounds(mode: str, result: Result) -> str:
+    """How an adaptive bound developed."""
+    later = ", ".join(f"{bound} after step {version - 1}" for version, bound in result.bounds[1:])
+    return f"{mode}: the staleness bound was {result.bounds[0][1]} at first{f', then {later}' if later else ''}"
 
 
 def _causes(results: dict[str, Result]) -> Table:

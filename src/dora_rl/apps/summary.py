@@ -33,6 +33,9 @@ class RunProgress(Record, frozen=True, kw_only=True):
     name: str
     mode: str
     max_staleness: int
+    """The largest staleness bound, unless the run was resumed with another one."""
+    auto_bound: int | None
+    """The bound in force, if the run chooses it."""
     steps: int
     steps_asked: int | None
     """None: the run ends with its prompts."""
@@ -127,10 +130,12 @@ def _progress(folder: RunDir, metrics: run_reader.Metrics, facts: run_reader.Run
     seconds = (times[-1] - times[0]) / SECOND if times else 0.0
     tokens = sum(sum(facts.lengths.get(step, ())) for step in facts.published)
     figures = list(metrics.steps.values())
+    start, auto = MODES[control["mode"]].staleness(control["max_staleness"]), control["max_staleness"] == "auto"
     return RunProgress(
         name=folder.path.resolve().name,
         mode=control["mode"],
-        max_staleness=MODES[control["mode"]].staleness(control["max_staleness"]),
+        max_staleness=control["max_staleness_cap"] if auto else start,
+        auto_bound=round(figures[-1].get("off_policy/bound", start) if figures else start) if auto else None,
         steps=len(facts.published),
         steps_asked=control["steps"],
         state=_state(folder, facts, control["steps"]),

@@ -14,7 +14,7 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
     """The summary as pairs of name and value."""
     done = f"{summary.steps} of {summary.steps_asked}" if summary.steps_asked is not None else str(summary.steps)
     return [
-        ("mode", f"{summary.mode}, staleness at most {summary.max_staleness}"),
+        ("mode", f"{summary.mode}, staleness at most {_bound(summary)}"),
         ("steps", f"{done}, {summary.state}"),
         ("trained tokens", f"{summary.tokens:,}"),
         ("tokens/s", f"{summary.tokens_per_second:,.0f} over {duration(summary.seconds)}"),
@@ -61,6 +61,12 @@ def idle(slots: Mapping[str, float], most: int = 3) -> str:
     """The most frequent causes of idle slot time, with their shares."""
     causes = [(label, share) for label, share in slots.items() if label.startswith("idle: ") and label != STARTING]
     return ", ".join(f"{label.removeprefix('idle: ')} {share:.1%}" for label, share in causes[:most] if share >= 0.0005)
+
+
+def _bound(summary: Summary) -> str:
+    """`3`, or `8 (auto, now 3)`."""
+    auto = "" if summary.auto_bound is None else f" (auto, now {summary.auto_bound})"
+    return f"{summary.max_staleness}{auto}"
 
 
 def _gap(summary: Summary) -> str:

@@ -79,6 +79,9 @@ def drawn(timeline: Timeline) -> dict[str, Any]:
             for version, when in timeline.published.items()
             if when >= timeline.start
         ],
+        "bounds": [
+            [bound, _seconds(when - timeline.start)] for when, bound in timeline.bounds if when >= timeline.start
+        ],
         "moves": moves[:: max(1, len(moves) // _MOST_MOVES)],
     }
 

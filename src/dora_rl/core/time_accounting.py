@@ -42,6 +42,8 @@ class Timeline:
     moves: list[tuple[Nanoseconds, SlotId, SlotId, int]]
     """Time, source, target and number of requests of each move."""
     published: dict[Version, Nanoseconds]
+    bounds: list[tuple[Nanoseconds, int]]
+    """When the staleness bound changed, and to what."""
     start: Nanoseconds
     end: Nanoseconds
 

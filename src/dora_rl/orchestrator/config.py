@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator, model_validator
 
 from dora_rl.core.config import Config, NameOf
 from dora_rl.core.errors import ConfigError
 from dora_rl.core.types import InstanceSpec
-from dora_rl.orchestrator.modes import MODES, ModeSpec
+from dora_rl.orchestrator.adaptive_bound import DEFAULT_CAP, FLOOR
+from dora_rl.orchestrator.modes import MODES, MaxStaleness, ModeSpec
 from dora_rl.orchestrator.placement import PLACEMENT_RULES, PlacementRule
 
 ModeName = Annotated[str, NameOf("mode", MODES)]
@@ -46,8 +47,11 @@ class ControlConfig(Config):
 
     mode: ModeName = "dora"
     """How rollout and training interleave."""
-    max_staleness: int = Field(3, ge=0, le=MAX_STALENESS)
-    """K: step that trains a group - version of that group is at most this. `sync` uses 0, `one_step_off` 1."""
+    max_staleness: MaxStaleness = 3
+    """K: step that trains a group - version of that group is at most this. `sync` uses 0, `one_step_off` 1. `auto`
+    (mode `dora`) starts with 1 and chooses K while the run goes on."""
+    max_staleness_cap: int = Field(DEFAULT_CAP, ge=FLOOR, le=MAX_STALENESS)
+    """The largest K that `max_staleness = "auto"` chooses."""
     groups_per_step: int = Field(..., ge=1)
     """B: number of groups that a step trains, each of them whole."""
     group_size: int = Field(..., ge=1)
@@ -86,6 +90,27 @@ class ControlConfig(Config):
             )
         return self
 
+    @field_validator("max_staleness", mode="wrap")
+    @classmethod
+    def _bound_or_auto(cls, given: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            value = validate(given)
+        except ValidationError:
+            value = None
+        if value is None or (value != "auto" and not 0 <= value <= MAX_STALENESS):
+            raise ValueError(f'must be an integer from 0 to {MAX_STALENESS}, or "auto"')
+        return value
+
+    @model_validator(mode="after")
+    def _auto_needs_a_bound_that_can_change(self) -> Self:
+        if self.adaptive and not self.mode_spec.bound_can_change:
+            able = " or ".join(f"'{name}'" for name, mode in MODES.items() if mode.bound_can_change)
+            raise ValueError(
+                f"'max_staleness' can't be \"auto\" in mode '{self.mode}', which keeps its bound: "
+                f"set a number, or 'mode' to {able}"
+            )
+        return self
+
     @property
     def mode_spec(self) -> ModeSpec:
         """The row of `mode` in the registry."""
@@ -98,8 +123,18 @@ class ControlConfig(Config):
 
     @property
     def staleness(self) -> int:
-        """The staleness bound: `max_staleness`, unless the mode fixes another."""
+        """The staleness bound at the start of a run: `max_staleness`, unless the mode fixes another."""
         return self.mode_spec.staleness(self.max_staleness)
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether the bound is chosen while the run goes on."""
+        return self.max_staleness == "auto"
+
+    @property
+    def largest_staleness(self) -> int:
+        """The largest bound that can be in force, unless a user changes it when the run is resumed."""
+        return self.max_staleness_cap if self.adaptive else self.staleness
 
     def check_fits(self, spec: InstanceSpec) -> None:
         """Refuse an instance on which a whole group, or the longest trajectory, would not fit."""

@@ -18,9 +18,12 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from dora_rl.core.types import Version
+from dora_rl.orchestrator.adaptive_bound import FLOOR
 from dora_rl.orchestrator.group_table import GroupTable
 
 LayoutKind = Literal["colocated", "disaggregated", "elastic"]
+MaxStaleness = int | Literal["auto"]
+"""A staleness bound K, or `auto`: it is chosen while the run goes on (`adaptive_bound`)."""
 
 
 class AdmissionPolicy(Protocol):
@@ -142,9 +145,11 @@ class ModeSpec:
     layout: LayoutKind = "disaggregated"
     """Default layout of devices in simulations."""
 
-    def staleness(self, max_staleness: int) -> int:
+    def staleness(self, max_staleness: MaxStaleness) -> int:
         """The bound in force at the start of a run with this setting of `control.max_staleness`."""
-        return max_staleness if self.bound is None else self.bound
+        if self.bound is not None:
+            return self.bound
+        return FLOOR if max_staleness == "auto" else max_staleness
 
 
 MODES: dict[str, ModeSpec] = {

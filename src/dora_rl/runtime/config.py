@@ -183,7 +183,7 @@ class RunConfig(Config):
             lora=self.trainer.lora,
             mode=self.control.mode,
             mixes_versions=self.control.mode_spec.mixes_versions,
-            max_versions=self.control.staleness + 1,
+            max_versions=self.control.largest_staleness + 1,
             seed=self.seed,
         )
 

@@ -2,7 +2,7 @@
 
 A run continues with the settings that it was started with. Only settings that do not change its results, or that the
 orchestrator changes by an event, can get other values: `rollout.instances`, `rollout.engine.probe_tolerance`,
-`control.max_staleness`, `runtime`, `ray`, `mismatch` and `logging.level`.
+`control.max_staleness`, `runtime`, `ray`, `mismatch` and `logging.level`. Whether the bound is `auto` can't change.
 """
 
 from __future__ import annotations
@@ -21,6 +21,11 @@ def change(run_dir: RunDir, settings: list[str]) -> int | None:
     changed = {"runtime": after.runtime, "ray": after.ray, "mismatch": after.mismatch, "logging": logging}
     engine = before.rollout.engine.model_copy(update={"probe_tolerance": after.rollout.engine.probe_tolerance})
     rollout = before.rollout.model_copy(update={"instances": after.rollout.instances, "engine": engine})
+    if before.control.adaptive != after.control.adaptive:
+        raise UserError(
+            "'control.max_staleness' can't change between \"auto\" and a number when a run is resumed: leave it out, "
+            "or start a new run"
+        )
     control = before.control.model_copy(update={"max_staleness": after.control.max_staleness})
     if before.model_copy(update={**changed, "rollout": rollout, "control": control}) != after:
         raise UserError(
@@ -31,4 +36,5 @@ def change(run_dir: RunDir, settings: list[str]) -> int | None:
     written = before.model_copy(update={**changed, "rollout": rollout})
     if written != before:
         run_dir.write(written)
-    return after.control.max_staleness if any(one.startswith("control.max_staleness=") for one in settings) else None
+    given = any(one.startswith("control.max_staleness=") for one in settings)
+    return None if not given or after.control.adaptive else after.control.staleness

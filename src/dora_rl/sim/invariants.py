@@ -32,7 +32,7 @@ class InvariantChecker:
     def __init__(self, config: ControlConfig) -> None:
         self._config = config
         self._mode = config.mode_spec
-        self._bound = config.max_staleness if self._mode.bound is None else self._mode.bound
+        self._bound = config.staleness
         self.offered: list[str] = []
         self.admitted: list[tuple[str, Version]] = []
         """Prompt key and version of each group, by its id."""

@@ -33,7 +33,7 @@ class Candidate:
 
     @property
     def staleness(self) -> int:
-        return self.config.control.max_staleness
+        return self.config.control.staleness
 
     @property
     def trainer_devices(self) -> int:

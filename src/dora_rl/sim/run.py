@@ -11,7 +11,7 @@ from dora_rl.core.errors import ConfigError
 from dora_rl.core.events import Event
 from dora_rl.core.interfaces import drive
 from dora_rl.core.time_accounting import Activity, Timeline, activity_name, occupancy
-from dora_rl.core.types import SECOND, Nanoseconds, SlotId
+from dora_rl.core.types import SECOND, Nanoseconds, SlotId, Version
 from dora_rl.orchestrator.config import ControlConfig, Deadlines
 from dora_rl.orchestrator.modes import MODES, LayoutKind
 from dora_rl.orchestrator.orchestrator import Orchestrator
@@ -83,11 +83,18 @@ class Result:
     migrations: float
     """Requests moved per step."""
     swaps: int
+    bounds: tuple[tuple[Version, int], ...]
+    """The staleness bounds, each with the newest version when it came into force."""
     lower_bound: LowerBound
     over_lower_bound: float
     """Step time divided by its lower bound."""
     events: int
     timeline: Timeline | None
+
+    @property
+    def bound(self) -> int:
+        """The staleness bound in force at the end."""
+        return self.bounds[-1][1]
 
     @property
     def mean_staleness(self) -> float:
@@ -110,8 +117,16 @@ def control_for(config: SimConfig, variant: Variant) -> ControlConfig:
     changes: dict[str, object] = {"mode": variant.mode, "steps": None, "deadlines": _NEVER}
     if variant.placement is not None:
         changes["placement"] = variant.placement
+    mode = MODES[variant.mode]
     if variant.staleness is not None:
         changes["max_staleness"] = variant.staleness
+    elif config.control.adaptive and not mode.bound_can_change:
+        if mode.bound is None:
+            raise ConfigError(
+                f"'control.max_staleness' can't be \"auto\" in mode '{variant.mode}', which keeps its bound: leave out "
+                f"that mode, or write '{variant.mode}:kN' with a number N"
+            )
+        changes["max_staleness"] = mode.bound
     return config.control.model_copy(update=changes)
 
 
@@ -131,7 +146,7 @@ def simulate(
     _check_instances(config, layout, len(runtime.instances))
     drive(Orchestrator(control), runtime)
     runtime.close()
-    return runtime.result(variant, control, layout)
+    return runtime.result(variant, layout)
 
 
 def _check_instances(config: SimConfig, layout: LayoutKind, instances: int) -> None:
@@ -186,7 +201,7 @@ class MeasuredRuntime(SimRuntime):
                 totals.update(slot.account.totals)
         return totals
 
-    def result(self, variant: Variant, control: ControlConfig, layout: LayoutKind) -> Result:
+    def result(self, variant: Variant, layout: LayoutKind) -> Result:
         seconds = (self.now - self._measured_from) / SECOND
         first = self.config.warmup_steps
         records = [record for step, record in self.records.steps.items() if step >= first and record.finished_at]
@@ -201,7 +216,7 @@ class MeasuredRuntime(SimRuntime):
         bound = lower_bound(
             self.config,
             layout,
-            staleness=control.staleness,
+            staleness=self._largest_bound(),
             tokens=tokens / len(records),
             longest=sum(record.longest for record in records) / len(records),
         )
@@ -219,11 +234,18 @@ class MeasuredRuntime(SimRuntime):
             live_versions=sum(live) / len(live),
             migrations=(sum(count for *_, count in self.moves) - self._moves_before) / len(records),
             swaps=sum(instance.swaps for instance in self.instances.values()),
+            bounds=tuple(self.bounds),
             lower_bound=bound,
             over_lower_bound=seconds / len(records) / bound.seconds,
             events=self.events,
             timeline=self._timeline() if self.trainer.segments is not None else None,
         )
+
+    def _largest_bound(self) -> int:
+        """The largest staleness bound in force since the warm-up."""
+        earlier = [bound for version, bound in self.bounds if version <= self.config.warmup_steps]
+        later = [bound for version, bound in self.bounds if version > self.config.warmup_steps]
+        return max(earlier[-1], *later, 0)
 
     def _timeline(self) -> Timeline:
         return Timeline(
@@ -237,6 +259,7 @@ class MeasuredRuntime(SimRuntime):
             published={
                 step + 1: record.finished_at for step, record in self.records.steps.items() if record.finished_at
             },
+            bounds=[(self.records.steps[version - 1].finished_at, bound) for version, bound in self.bounds[1:]],
             start=self._measured_from,
             end=self.now,
         )

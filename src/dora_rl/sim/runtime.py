@@ -29,6 +29,7 @@ from dora_rl.core.types import (
     Version,
     nanoseconds,
 )
+from dora_rl.orchestrator.bound_control import BoundControl
 from dora_rl.orchestrator.modes import LayoutKind
 from dora_rl.sim.config import SimConfig
 from dora_rl.sim.costs import Costs
@@ -71,6 +72,13 @@ class SimRuntime:
         self._prompts = 0
         """How many prompts have been fetched."""
         self._last_step = config.warmup_steps + config.steps
+        self.bounds: list[tuple[Version, int]] = [(0, config.control.staleness)]
+        """The staleness bounds, each with the newest version when it came into force."""
+        self._bound_control = (
+            BoundControl(config.control, config.control.staleness) if config.control.adaptive else None
+        )
+        self._current: e.Event = e.Tick()
+        """The event that the next commands answer."""
 
         self.trainer_devices, sharing, dedicated = config.divide(layout)
         self.trainer = TimeAccount(0, Activity(ActivityLabel.IDLE, None, _STARTING), keep_segments=keep_segments)
@@ -100,10 +108,17 @@ class SimRuntime:
             action()
             self._schedule_dirty()
         self.events += 1
-        return self._events.popleft(), self.now
+        self._current = self._events.popleft()
+        return self._current, self.now
 
     def execute(self, commands: Iterable[c.Command]) -> None:
-        for command in commands:
+        answered = list(commands)
+        if self._bound_control is not None:
+            bound = self._bound_control.apply(self._current, answered, self.now)
+            if bound is not None:
+                self.bounds.append((max(self.records.live_versions), bound))
+                self._events.append(e.BoundChanged(max_staleness=bound))
+        for command in answered:
             handler = self._handlers.get(type(command))
             if handler is not None:
                 handler(self, command)

@@ -101,7 +101,11 @@ function timeline(line) {
     for (const [, when] of few(line.published, it => it[1])) {
       g.beginPath(); g.moveTo(at(when), 0); g.lineTo(at(when), height - foot); g.stroke();
     }
-    g.setLineDash([]); g.strokeStyle = style("--move");
+    g.setLineDash([]);
+    for (const [, when] of few(line.bounds, it => it[1])) {
+      g.beginPath(); g.moveTo(at(when), 0); g.lineTo(at(when), height - foot); g.stroke();
+    }
+    g.strokeStyle = style("--move");
     for (const [when, source, target] of few(line.moves, it => it[0])) {
       const y = row => top + (row + .5) * rowHeight, x = at(when), end = y(target);
       g.beginPath(); g.moveTo(x, y(source)); g.lineTo(x + 4, end); g.stroke();
@@ -128,7 +132,8 @@ function timeline(line) {
     const activity = label ? `${label}${version === null ? "" : ` v${version}`}${cause ? `, waiting for ${cause}` : ""}` : "not running";
     const moved = line.moves.filter(near).map(it => `\n${it[3]} moved from ${line.rows[it[1]].name} to ${line.rows[it[2]].name}`).slice(0, 4);
     const fresh = line.published.filter(it => Math.abs(at(it[1]) - x) < 3).map(it => `\nv${it[0]} published`);
-    return `${who[0]}, ${duration(time(x) + line.begin)}: ${activity}${moved.join("")}${fresh.join("")}`;
+    const bounds = line.bounds.filter(it => Math.abs(at(it[1]) - x) < 3).map(it => `\nstaleness bound ${it[0]} from here on`);
+    return `${who[0]}, ${duration(time(x) + line.begin)}: ${activity}${moved.join("")}${fresh.join("")}${bounds.join("")}`;
   }
   canvas.onmousedown = event => { const [x] = position(event); dragged = [x, x]; };
   canvas.onmousemove = event => {

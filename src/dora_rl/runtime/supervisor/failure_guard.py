@@ -27,7 +27,7 @@ class FailureGuard:
 
     def __init__(self, config: ControlConfig, trajectories: TrajectoryStore) -> None:
         self._size = config.group_size
-        self._most = max(_FEWEST, 2 * (config.max_staleness + 1) * config.groups_per_step)
+        self._most = max(_FEWEST, 2 * (config.largest_staleness + 1) * config.groups_per_step)
         self._trajectories = trajectories
         self._failed: list[c.GroupFailed] = []
 

@@ -1,5 +1,5 @@
 """Metrics of a run: one line a step in `metrics.jsonl`, responses as text in `samples.jsonl`, and how time was spent in
-`activity.jsonl`. No decision depends on them.
+`activity.jsonl`. No decision depends on what is recorded here.
 
 Occupancy is the share of slot time that was not idle and not loading (`core.time_accounting`).
 """
@@ -109,7 +109,15 @@ class MetricsRecorder:
             self._write_samples(step, group, entry)
 
     def published(
-        self, version: Version, now: Nanoseconds, live: int, failed: int, without_signal: int, ledger_seconds: float
+        self,
+        version: Version,
+        now: Nanoseconds,
+        *,
+        live: int,
+        failed: int,
+        without_signal: int,
+        ledger_seconds: float,
+        bound: int,
     ) -> None:
         """Write the metrics of the step that ended with this version."""
         self.most_live = max(self.most_live, live)
@@ -120,6 +128,7 @@ class MetricsRecorder:
             self.step_seconds.append(seconds)
             slot_time = sum(self._step_time.values()) or 1
             figures |= {
+                "off_policy/bound": float(bound),
                 "timing_s/step": seconds,
                 "throughput/tokens_per_second": figures["batch/response_tokens"] / max(seconds, 1e-9),
                 "rollout/occupancy": occupancy(self._step_time),
@@ -161,7 +170,7 @@ class MetricsRecorder:
             self._trainer_window = now
 
     def mark(self, kind: str, now: Nanoseconds, **fields: Any) -> None:
-        """Record something that the timeline shows: a migration, a published version, a lost process."""
+        """Record something that the timeline shows: a migration, a published version, a lost process, a new bound."""
         self._line(self._activity, {"note": kind, "at": now, **fields})
 
     def flush(self) -> None:

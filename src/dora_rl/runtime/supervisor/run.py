@@ -100,7 +100,7 @@ class Run:
 
         self.orchestrator = Orchestrator(control)
         trajectories = TrajectoryStore(PromptSource(self.dataset), self.tokenization.encode, control.group_size)
-        state = self._state = RunState(control.max_staleness)
+        state = self._state = RunState(control.staleness)
         failures = FailureGuard(control, trajectories)
         projections = (trajectories, state, failures)
         recover(run_dir, config, self.orchestrator, self._ledger, projections, trajectories, state)

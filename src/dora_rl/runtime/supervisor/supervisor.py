@@ -29,6 +29,7 @@ from dora_rl.core import events as e
 from dora_rl.core.errors import RunError, UserError
 from dora_rl.core.interfaces import Projection
 from dora_rl.core.types import SECOND, Nanoseconds, Version
+from dora_rl.orchestrator.bound_control import BoundControl
 from dora_rl.orchestrator.config import Deadlines
 from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.launch.process_manager import ProcessManager, WorkerProcess
@@ -102,7 +103,11 @@ class Supervisor:
         )
         self.reward = RewardClient(config, hooks, processes, trajectories, tokenization)
         self.rollout = RolloutClient(config, hooks, processes, trajectories, ledger, metrics, tokenization)
-        self.trainer = TrainerClient(config, hooks, processes, trajectories, state, ledger, metrics)
+        control = config.control
+        self._bound_control = BoundControl(control, state.bound) if control.adaptive else None
+        self.trainer = TrainerClient(
+            config, hooks, processes, trajectories, state, ledger, metrics, bound_control=self._bound_control
+        )
         self.sessions: EnvSessions | None = None
         if config.environment.kind is not None:
             self.sessions = self.rollout.sessions = EnvSessions(
@@ -173,6 +178,9 @@ class Supervisor:
         if any(isinstance(command, c.GroupFailed) for command in answered):
             self._failures.check(self._state.newest)
         self._observe(event, at)
+        bound = None if self._bound_control is None else self._bound_control.apply(event, answered, at)
+        if bound is not None:
+            self.emit(e.BoundChanged(max_staleness=bound))
         for command in answered:
             if isinstance(command, _IRREVERSIBLE):
                 self._deferred.append((number, command))
@@ -249,11 +257,19 @@ class Supervisor:
                 self.trainer.drop_outstanding()
             case e.BoundChanged(max_staleness=bound):
                 self._ledger.record(setting_changed(BOUND, self._bound, bound), at)
+                self._metrics.mark("bound", at, before=self._bound, after=bound)
                 self._bound = bound
             case e.Published(version=version):
                 failed = sum(self._trajectories.failed.values())
-                live, without_signal = self._trajectories.live_versions, self._trajectories.without_signal
-                self._metrics.published(version, at, live, failed, without_signal, self._ledger.seconds)
+                self._metrics.published(
+                    version,
+                    at,
+                    live=self._trajectories.live_versions,
+                    failed=failed,
+                    without_signal=self._trajectories.without_signal,
+                    ledger_seconds=self._ledger.seconds,
+                    bound=self._bound,
+                )
                 self._metrics.mark("published", at, version=version)
                 if self.evaluation is not None:
                     self.evaluation.version_published(version)

@@ -1,7 +1,7 @@
 """The supervisor's side of the trainer: rank 0, which receives and reports, and the other ranks.
 
     Accumulate     -> TrainGroups            TrainerReport     -> Accumulated, Trained, Published, Checkpointed
-    Apply, Publish -> RunCommand             StepMetrics       -> metrics; a step with wrong log-probs ends the run
+    Apply, Publish -> RunCommand             StepMetrics       -> metrics, adaptive bound; wrong log-probs end the run
     (end of run)   -> SaveCheckpoint         CheckpointWritten -> the ledger
                                              SaveDone          -> the run may end
     RanksAddress of rank 0 -> JoinRanks to the other ranks
@@ -28,6 +28,7 @@ from dora_rl.runtime.transport import messages as m
 
 if TYPE_CHECKING:
     from dora_rl.ledger.ledger import Ledger
+    from dora_rl.orchestrator.bound_control import BoundControl
     from dora_rl.runtime.config import RunConfig
     from dora_rl.runtime.supervisor.client import Hooks
     from dora_rl.runtime.supervisor.metrics import MetricsRecorder
@@ -55,6 +56,8 @@ class TrainerClient:
         state: RunState,
         ledger: Ledger,
         metrics: MetricsRecorder,
+        *,
+        bound_control: BoundControl | None = None,
     ) -> None:
         self._config = config
         self._hooks = hooks
@@ -63,6 +66,7 @@ class TrainerClient:
         self._state = state
         self._ledger = ledger
         self._metrics = metrics
+        self._bound_control = bound_control
         self._mismatch = Mismatch(config, hooks.notify)
         self._worker: WorkerProcess | None = None
         self.ranks: list[WorkerProcess] = []
@@ -205,6 +209,8 @@ class TrainerClient:
             self._metrics.mark("mismatch", self._hooks.now(), step=step, gap=gap, stopped=level == 2.0)
         self._mismatch.refuse(step, figures)
         self._metrics.step_trained(step, figures, self._trajectories.of_step(step))
+        if self._bound_control is not None:
+            self._bound_control.learned(step, figures.get("off_policy/ess"), figures.get("off_policy/kl"))
 
     def _set_outstanding(self, outstanding: int) -> None:
         self.load_changes += bool(outstanding) != self.busy

@@ -64,7 +64,7 @@ class TrainerWorker:
             settings,
             rank_group=rank_group,
             truncation=truncation,
-            max_staleness=config.control.staleness,
+            max_staleness=config.control.largest_staleness,
             seed=config.seed,
         )
         self._trainer.routers.check_replay()
