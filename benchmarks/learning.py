@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="only analyse the recorded runs")
     arguments = parser.parse_args()
     if not arguments.report:
-        wanted = plan(arguments.jobs, _accepted(arguments.only), arguments.seeds, arguments.steps)
+        wanted = plan(arguments.jobs, accepted(arguments.only), arguments.seeds, arguments.steps)
         study(wanted, arguments.lanes, arguments.hours)
     report(arguments.steps)
 
@@ -155,7 +155,7 @@ def _key(*parts: object) -> str:
     return json.dumps(parts, sort_keys=True)
 
 
-def _accepted(arms: Iterable[str]) -> list[str]:
+def accepted(arms: Iterable[str]) -> list[str]:
     """The arms whose settings are valid."""
     found = []
     for arm in arms:
@@ -239,7 +239,7 @@ def execute(one: Planned) -> Run:
     load, commit = os.getloadavg()[0], str(describe()["commit"])
     shared = {"seed": one.seed, "data.seed": one.seed, "control.steps": one.steps}
     shared["trainer.optimiser.total_updates"] = one.steps
-    with finished(config, limit=LIMIT, **settings, **shared) as folder:
+    with finished(config, LIMIT, **settings, **shared) as folder:
         figures = read(folder)
         averages = means(folder, METRICS)
     curve = tuple(

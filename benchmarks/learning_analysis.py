@@ -92,7 +92,7 @@ def t_quantile(freedom: int) -> float:
     if freedom <= len(_T):
         return _T[freedom - 1]
     z = statistics.NormalDist().inv_cdf(0.975)
-    return z + (z**3 + z) / (4 * freedom)
+    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
 
 
 def score(curve: Curve) -> float:

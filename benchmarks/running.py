@@ -59,12 +59,12 @@ class Figures:
 
 def run(config: Path, **settings: object) -> Figures:
     """The figures of `dora-rl train` in a temporary directory."""
-    with finished(config, limit=None, **settings) as folder:
+    with finished(config, **settings) as folder:
         return read(folder)
 
 
 @contextlib.contextmanager
-def finished(config: Path, *, limit: float | None = None, **settings: object) -> Iterator[Path]:
+def finished(config: Path, limit: float | None = None, /, **settings: object) -> Iterator[Path]:
     """The run directory of a finished run, which is removed when the context ends.
 
     A run that takes longer than `limit` seconds is killed, and `subprocess.TimeoutExpired` is raised.
