@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
+import subprocess
+import sys
+import threading
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +34,8 @@ from rich.console import Console
 
 from dora_rl.apps.train import read_config
 from dora_rl.core.errors import ConfigError
+
+_AFFINITY = "import json, os; print(json.dumps(list(os.sched_getaffinity(0))))"
 
 
 def curve(accuracies: Iterable[float], pace: float = 1.0) -> tuple[Evaluation, ...]:
@@ -215,6 +221,25 @@ def test_lanes_have_equal_numbers_of_cores_and_share_none() -> None:
         assert len({core for cores in found for core in cores}) == sum(map(len, found))
     with pytest.raises(SystemExit, match="use fewer lanes"):
         learning.lane_cores(len(every) + 1)
+
+
+@pytest.mark.skipif(len(learning.lane_cores(1)[0]) < 2, reason="two lanes need two cores")
+def test_each_lane_runs_on_its_own_cores(runs: Path) -> None:
+    mine = os.sched_getaffinity(0)
+    both = threading.Barrier(2)
+    seen: list[frozenset[int]] = []
+
+    def run(planned: Planned) -> Run:
+        both.wait(timeout=60)
+        shown = subprocess.run([sys.executable, "-c", _AFFINITY], capture_output=True, text=True, check=True)
+        seen.append(frozenset(json.loads(shown.stdout)))
+        return made_up(planned)
+
+    learning.study(learning.plan(["quickstart"], ["sync", "dora K=3"], 2, 30), 2, None, run)
+    first, second = set(seen)
+    assert not first & second
+    assert len(seen) == 4
+    assert os.sched_getaffinity(0) == mine
 
 
 @pytest.mark.parametrize("job", learning.JOBS)
