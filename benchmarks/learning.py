@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
+from rich.markup import escape
 
 from benchmarks import learning_report
 from benchmarks.learning_analysis import Evaluation, Run, score
@@ -71,9 +72,9 @@ ARMS: dict[str, Settings] = {
     "K=7 eager, decoupled PPO": _corrected(**{"trainer.algorithm.correction": "token_truncate"}),
     "K=7 eager, geometric mask": _corrected(**{"trainer.algorithm.correction": "geometric_mask"}),
     "K=7 eager, DPPO": _corrected(**{"trainer.algorithm.trust_region": "binary_tv"}),
-    "K=7 eager, M2PO": _corrected(**{"trainer.algorithm.trust_region": "m2po"}),
+    "K=7 eager, M2PO": _corrected(**{"trainer.algorithm.trust_region": "second_moment"}),
     "K=7 eager, ESS scaling": _corrected(**{"trainer.optimiser.ess_scaling": "true"}),
-    "K=7 eager, negative veto": _corrected(**{"trainer.algorithm.correction": "negative_veto"}),
+    "K=7 eager, negative veto": _corrected(**{"trainer.algorithm.veto": 0.1}),
 }
 """The settings of each arm. An arm whose settings this version refuses is reported and left out."""
 JOBS = {
@@ -162,7 +163,7 @@ def accepted(arms: Iterable[str]) -> list[str]:
         try:
             read_config(JOBS["quickstart"], [f"{key}={value}" for key, value in ARMS[arm].items()])
         except ConfigError as error:
-            _console.print(f"[red]{arm} is left out:[/] {error}")
+            _console.print(f"[red]{arm} is left out:[/] {escape(str(error))}")
         else:
             found.append(arm)
     return found
@@ -187,7 +188,9 @@ def study(
             result = future.result()
         except Exception as error:
             failed.append(one)
-            _console.print(f"[red]{one.job}, seed {one.seed}, {one.arm} failed:[/] {error}", highlight=False)
+            _console.print(
+                f"[red]{one.job}, seed {one.seed}, {one.arm} failed:[/] {escape(str(error)[-1000:])}", highlight=False
+            )
             continue
         if result is None:
             continue  # the time was over

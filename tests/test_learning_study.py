@@ -200,7 +200,7 @@ def test_a_failed_run_is_skipped_and_tried_again_the_next_time(runs: Path) -> No
 
     def run(planned: Planned) -> Run:
         if planned == wanted[1]:
-            raise RuntimeError("the trainer failed")
+            raise RuntimeError("the trainer failed in [/bold]")  # which is no markup of the terminal
         return made_up(planned)
 
     assert learning.study(wanted, 1, None, run) == [wanted[1]]
