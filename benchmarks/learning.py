@@ -55,7 +55,7 @@ def _dora(staleness: int | str, admission: str = "just_in_time", **more: object)
 
 
 def _corrected(**settings: object) -> Settings:
-    """A correction where staleness is highest: with eager admission nearly all groups are trained at the bound."""
+    """A correction with the loosest bound, and with the rule of admission that does nothing against staleness."""
     return _dora(7, "eager", **settings)
 
 
