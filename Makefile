@@ -130,8 +130,8 @@ bench-sizes: setup    ## sync and dora on the job agents, over the size of a ste
 bench-load: setup     ## step times of sync and dora beside 0, 2 and 4 busy processes (about 6 minutes)
 	$(BIN)/python -m benchmarks.load
 
-bench-learning: setup ## held-out accuracy over steps and seconds in all modes, on the quickstart and with a slow verifier, SEEDS (5) seeds (about 30 minutes)
-	$(BIN)/python -m benchmarks.learning --seeds $(or $(SEEDS),5)
+bench-learning: setup ## does asynchrony cost learning: SEEDS (10) paired seeds of all arms on two jobs, LANES (2) runs at a time, for HOURS at most; resumes
+	$(BIN)/python -m benchmarks.learning --seeds $(or $(SEEDS),10) --lanes $(or $(LANES),2) $(if $(HOURS),--hours $(HOURS))
 
 bench-cluster: .venv/.ray  ## compare the Ray runtime with the local one on one machine, and predict larger clusters from its costs
 	$(BIN)/python -m benchmarks.cluster --repeats $(or $(REPEATS),3)

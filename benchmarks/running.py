@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,11 +64,14 @@ def run(config: Path, **settings: object) -> Figures:
 
 
 @contextlib.contextmanager
-def finished(config: Path, **settings: object) -> Iterator[Path]:
-    """The run directory of a finished run, which is removed when the context ends."""
+def finished(config: Path, limit: float | None = None, /, **settings: object) -> Iterator[Path]:
+    """The run directory of a finished run, which is removed when the context ends.
+
+    A run that takes longer than `limit` seconds is killed, and `subprocess.TimeoutExpired` is raised.
+    """
     with tempfile.TemporaryDirectory() as folder:
         command = command_of(config, Path(folder), **settings)
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
         yield Path(folder) / "run"
@@ -117,6 +121,13 @@ def read(folder: Path) -> Figures:
         rewards=[line["reward/mean"] for line in steps],
         ledger=max(line["timing_s/ledger"] for line in steps),
     )
+
+
+def means(folder: Path, names: Iterable[str]) -> dict[str, float]:
+    """Means of metrics over the steps that have them; a metric that no step has is absent."""
+    steps = [line for line in _lines(folder / "metrics.jsonl") if "step" in line]
+    values = {name: [line[name] for line in steps if name in line] for name in names}
+    return {name: statistics.fmean(some) for name, some in values.items() if some}
 
 
 def lengths(folder: Path) -> list[list[int]]:
