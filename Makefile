@@ -86,8 +86,9 @@ bench-quick: setup    ## the same with fewer steps and repeats (under 10 minutes
 bench-control: setup  ## cost of an orchestrator event with 64 and with 4,096 instances, speed of the simulator, and the headline
 	$(BIN)/python -m benchmarks.control
 
-bench-freshness: setup  ## simulated staleness and step time with eager and with just-in-time admission (about 5 minutes)
+bench-freshness: setup  ## staleness and speed with eager and with just-in-time admission, simulated and in REPEATS (3) pairs of real runs (about 20 minutes)
 	$(BIN)/python -m benchmarks.freshness
+	$(BIN)/python -m benchmarks.freshness --runs --repeats $(or $(REPEATS),3)
 
 bench-engine: setup .venv-vllm/.installed  ## compare the engine with generate and vLLM; cost of migration and slots (about 20 minutes)
 	$(BIN)/python -m benchmarks.engine

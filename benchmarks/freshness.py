@@ -1,32 +1,41 @@
-"""Simulated mean staleness and step time with eager and with just-in-time admission.
+"""Mean staleness and speed with eager and with just-in-time admission, simulated and in real runs.
 
-The floor of the mean staleness is latency divided by step time: the staleness of a group that never waits for the
-trainer is the number of steps that pass while it is generated. The same orchestrator applies both rules
-(`orchestrator.admission`).
+    python -m benchmarks.freshness                          # the simulated cases
+    python -m benchmarks.freshness --runs --repeats 3       # real runs, interleaved
+
+The same orchestrator applies both rules (`orchestrator.admission`). Beside the mean staleness stands the latency of
+groups in steps: the mean staleness of groups that are admitted at any time of a step and never wait for the trainer.
+Groups that are admitted at the beginning of a step can be fresher than that.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.report import RESULTS, Target, at_most, publish
+from benchmarks.report import RESULTS, Target, at_least, at_most, publish
+from benchmarks.running import Figures, finished, means, read
 from dora_rl.sim.presets import preset
 from dora_rl.sim.run import Result, parse_variant, simulate
 
+ROOT = Path(__file__).parent.parent
 RULES = ("eager", "just_in_time")
 NAME = "freshness"
+LIMIT = 1800.0
+"""Seconds after which a run has failed."""
 console = Console(width=130)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A simulated case, and the aim for its mean staleness."""
+    """A simulated case, and the aim for its mean staleness: what a prototype of just-in-time admission reached."""
 
     preset: str
     settings: tuple[str, ...] = ()
@@ -51,6 +60,32 @@ CASES = {
     "paper-128": Case(preset="paper-128", staleness=1.0),
     "longcat-4096": Case(preset="longcat-4096", settings=("steps=4", "warmup_steps=5"), staleness=2.34),
 }
+TRAINER_BINDS = 1.01
+"""Step over bound with eager admission below which the trainer is the bottleneck of a case."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A real run."""
+
+    config: Path
+    settings: dict[str, object]
+
+
+JOBS = {
+    "quickstart": Job(
+        config=ROOT / "examples" / "quickstart" / "quickstart.toml",
+        settings={"control.steps": 60, "evaluation.every": 60, "logging.samples": 0},
+    ),
+    "chains, the trainer binds": Job(
+        config=ROOT / "benchmarks" / "jobs" / "chains.toml",
+        settings={"control.groups_per_step": 16, "control.steps": 60},
+    ),
+    "agents": Job(config=ROOT / "benchmarks" / "jobs" / "agents.toml", settings={"control.steps": 16}),
+}
+
+
+# -- simulated ----------------------------------------------------------------------------------------------------
 
 
 def run(case: Case) -> dict[str, Any]:
@@ -67,27 +102,10 @@ def _figures(result: Result) -> dict[str, Any]:
         "over_lower_bound": round(result.over_lower_bound, 4),
         "tokens_per_second": round(result.tokens_per_second, 1),
         "mean_staleness": round(result.mean_staleness, 3),
-        "least_staleness": round(result.least_staleness, 3),
+        "latency_in_steps": round(result.latency_in_steps, 3),
         "occupancy": round(result.occupancy, 4),
         "staleness": {str(lag): round(share, 4) for lag, share in result.staleness.items()},
     }
-
-
-def show(cases: dict[str, Any]) -> None:
-    table = Table(caption="floor: latency over step time")
-    for column in ("case", "admission", "step over bound", "mean staleness", "floor", "staleness"):
-        table.add_column(column, justify="left" if column in ("case", "admission", "staleness") else "right")
-    for name, rules in cases.items():
-        for rule, one in rules.items():
-            table.add_row(
-                name,
-                rule,
-                f"{one['over_lower_bound']:.3f}",
-                f"{one['mean_staleness']:.2f}",
-                f"{one['least_staleness']:.2f}",
-                "  ".join(f"{lag}:{share:.0%}" for lag, share in one["staleness"].items() if share >= 0.005),
-            )
-    console.print(table)
 
 
 def targets(cases: dict[str, Any]) -> list[Target]:
@@ -98,23 +116,103 @@ def targets(cases: dict[str, Any]) -> list[Target]:
         ratio = new["over_lower_bound"] / old["over_lower_bound"]
         found.append(at_most(f"{name}: step over bound, just in time / eager", 1.01, ratio))
         found.append(at_most(f"{name}: mean staleness", CASES[name].staleness, new["mean_staleness"]))
+        if old["over_lower_bound"] < TRAINER_BINDS:
+            latencies = new["mean_staleness"] / new["latency_in_steps"]
+            found.append(at_most(f"{name}: mean staleness / latency in steps", 1.15, latencies))
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--only", nargs="+", choices=CASES, help="run these cases only; the file keeps its figures of the others"
+# -- real ---------------------------------------------------------------------------------------------------------
+
+
+def run_job(job: Job, rule: str) -> dict[str, Any]:
+    """The figures of one run."""
+    with finished(job.config, LIMIT, **job.settings, **{"control.admission": rule}) as folder:
+        figures, latency = read(folder), means(folder, ("timing_s/group_latency",))
+    return _of_run(figures, latency["timing_s/group_latency"])
+
+
+def _of_run(figures: Figures, latency: float) -> dict[str, Any]:
+    return {
+        "tokens_per_second": round(figures.tokens_per_second, 1),
+        "mean_staleness": round(sum(int(lag) * share for lag, share in figures.staleness.items()), 3),
+        "latency_in_steps": round(latency / figures.step_seconds, 3),
+        "occupancy": round(figures.occupancy, 4),
+        "staleness": {lag: round(share, 4) for lag, share in figures.staleness.items()},
+    }
+
+
+def run_targets(runs: dict[str, Any]) -> list[Target]:
+    """Medians of the repeats; speeds as the median of the ratios of pairs that ran one after the other."""
+    found = []
+    for name, rules in runs.items():
+        new, old = rules["just_in_time"], rules["eager"]
+        pairs = zip(new, old, strict=True)
+        ratio = statistics.median(one["tokens_per_second"] / other["tokens_per_second"] for one, other in pairs)
+        fresher = _median(new, "mean_staleness") / _median(old, "mean_staleness")
+        found.append(at_least(f"run {name}: tokens/s, just in time / eager", 0.99, ratio))
+        found.append(at_most(f"run {name}: mean staleness, just in time / eager", 1.0, fresher))
+    return found
+
+
+def _median(runs: list[dict[str, Any]], key: str) -> float:
+    return statistics.median(one[key] for one in runs)
+
+
+# -- tables -------------------------------------------------------------------------------------------------------
+
+
+def show(rows: list[tuple[str, str, str, dict[str, Any]]], speed: str) -> None:
+    """A table of (case, admission, speed, figures)."""
+    table = Table(caption="latency: of groups, in steps")
+    for column in ("case", "admission", speed, "mean staleness", "latency", "staleness"):
+        table.add_column(column, justify="left" if column in ("case", "admission", "staleness") else "right")
+    for name, rule, fast, one in rows:
+        shares = "  ".join(f"{lag}:{share:.0%}" for lag, share in one["staleness"].items() if share >= 0.005)
+        table.add_row(name, rule, fast, f"{one['mean_staleness']:.2f}", f"{one['latency_in_steps']:.2f}", shares)
+    console.print(table)
+
+
+def show_all(cases: dict[str, Any], runs: dict[str, Any]) -> None:
+    show(
+        [(name, rule, f"{one['over_lower_bound']:.3f}", one) for name, by in cases.items() for rule, one in by.items()],
+        "step over bound",
     )
-    only = parser.parse_args().only
+    rows = []
+    for name, by in runs.items():
+        for rule, repeats in by.items():
+            middle = sorted(repeats, key=lambda one: float(one["mean_staleness"]))[len(repeats) // 2]
+            rows.append((name, rule, f"{_median(repeats, 'tokens_per_second'):,.0f}", middle))
+    if rows:
+        show(rows, "tokens/s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--only", nargs="+", choices=[*CASES, *JOBS], help="run these only; the file keeps its figures of the others"
+    )
+    parser.add_argument("--runs", action="store_true", help="real runs instead of the simulated cases")
+    parser.add_argument("--repeats", type=int, default=3, help="pairs of real runs")
+    arguments = parser.parse_args()
     path = RESULTS / f"{NAME}.json"
-    kept = json.loads(path.read_text())["cases"] if only and path.exists() else {}
-    for name in only or CASES:
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    cases, runs = dict(kept.get("cases", {})), dict(kept.get("runs", {}))
+    names = arguments.only or (JOBS if arguments.runs else CASES)
+    for name in names:
         console.print(f"  {name}", highlight=False)
-        kept[name] = run(CASES[name])
-    cases = {name: kept[name] for name in CASES if name in kept}
-    show(cases)
-    publish(NAME, targets(cases), {"cases": cases})
+        if name in CASES:
+            cases[name] = run(CASES[name])
+            continue
+        runs[name] = {rule: [] for rule in RULES}
+        for _ in range(arguments.repeats):
+            for rule in RULES:
+                runs[name][rule].append(run_job(JOBS[name], rule))
+                console.print(f"    {rule}: {runs[name][rule][-1]}", highlight=False)
+    cases = {name: cases[name] for name in CASES if name in cases}
+    runs = {name: runs[name] for name in JOBS if name in runs}
+    show_all(cases, runs)
+    publish(NAME, targets(cases) + run_targets(runs), {"cases": cases, "runs": runs})
 
 
 if __name__ == "__main__":

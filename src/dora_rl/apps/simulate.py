@@ -101,7 +101,7 @@ def figures(name: str, config: SimConfig, results: dict[str, Result]) -> dict[st
                 "lower_bound_seconds": result.lower_bound.seconds,
                 "staleness": {str(lag): share for lag, share in result.staleness.items()},
                 "mean_staleness": result.mean_staleness,
-                "least_staleness": result.least_staleness,
+                "latency_in_steps": result.latency_in_steps,
                 "bounds": [list(one) for one in result.bounds],
                 "live_versions": result.live_versions,
                 "migrations": result.migrations,
@@ -152,13 +152,13 @@ def _versions(results: dict[str, Result]) -> Table:
     """A second table, so that both fit into 80 columns; long histograms wrap."""
     table = Table(
         title="Versions",
-        caption="staleness: mean, its floor (latency / step time), and the share of groups with each staleness",
+        caption="staleness: mean, latency of groups in steps, and the share of groups with each staleness",
     )
     table.add_column("mode", no_wrap=True)
     table.add_column("live", justify="right", no_wrap=True)
     table.add_column("moved/step", justify="right", no_wrap=True)
     table.add_column("mean", justify="right", no_wrap=True)
-    table.add_column("floor", justify="right", no_wrap=True)
+    table.add_column("latency", justify="right", no_wrap=True)
     table.add_column("staleness")
     for mode, result in results.items():
         table.add_row(
@@ -166,7 +166,7 @@ def _versions(results: dict[str, Result]) -> Table:
             f"{result.live_versions:.1f}",
             f"{result.migrations:,.0f}",
             f"{result.mean_staleness:.2f}",
-            f"{result.least_staleness:.2f}",
+            f"{result.latency_in_steps:.2f}",
             "  ".join(f"{lag}:{share:.0%}" for lag, share in result.staleness.items() if share >= 0.005),
         )
     return table
@@ -246,10 +246,10 @@ def _slots(count: int) -> str:
 def _ranking(ranking: list[PlanResult], skipped: int) -> Table:
     table = Table(
         title="Plans, best first",
-        caption="train: devices; rollout: instances x devices, slots of each; lag: mean staleness\n"
+        caption="train: devices; rollout: instances x devices, slots of each; lag: mean staleness; latency: of groups, in steps\n"
         f"{skipped} further candidates can't win or exceed --most, and were not simulated",
     )
-    for column in ("K", "train", "rollout", "step", "tokens/s", "lag", "x bound"):
+    for column in ("K", "train", "rollout", "step", "tokens/s", "lag", "latency", "x bound"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("bottleneck", overflow="fold")
     for planned in ranking:
@@ -261,6 +261,7 @@ def _ranking(ranking: list[PlanResult], skipped: int) -> Table:
             _duration(result.step_seconds),
             f"{result.tokens_per_second:,.0f}",
             f"{planned.mean_staleness:.2f}",
+            f"{result.latency_in_steps:.2f}",
             f"{result.over_lower_bound:.2f}",
             planned.binds,
         )
@@ -278,6 +279,7 @@ def _planned(planned: PlanResult) -> dict[str, Any]:
         "step_seconds": result.step_seconds,
         "tokens_per_second": result.tokens_per_second,
         "mean_staleness": planned.mean_staleness,
+        "latency_in_steps": result.latency_in_steps,
         "over_lower_bound": result.over_lower_bound,
         "binds": planned.binds,
     }

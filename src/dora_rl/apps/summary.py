@@ -63,6 +63,9 @@ class Summary(RunProgress, frozen=True, kw_only=True):
     """Shares of the trainer's time."""
     staleness: dict[int, int]
     """Trained groups by staleness."""
+    latency_in_steps: float | None
+    """Mean latency of groups, from admission to their last reward, over the mean time of a step. By Little's law this
+    is the mean staleness of groups that are admitted at any time of a step and never wait for the trainer."""
     most_live: int
     """The most versions that generated at a time."""
     moved: int
@@ -110,6 +113,7 @@ def summarise(folder: RunDir) -> Summary:
         slots=shares(slots),
         trainer=shares(trainer),
         staleness=dict(sorted(facts.staleness.items())),
+        latency_in_steps=_latency_in_steps(figures),
         most_live=round(max((one.get("rollout/live_versions", 0.0) for one in figures), default=0)),
         moved=facts.moved,
         reprefilled=round(sum(one.get("rollout/reprefilled_tokens", 0.0) for one in figures)),
@@ -209,6 +213,12 @@ def _first_and_last(evaluations: dict[Version, dict[str, Any]]) -> Any:
     if not evaluations:
         return None
     return tuple((version, evaluations[version][ACCURACY]) for version in (min(evaluations), max(evaluations)))
+
+
+def _latency_in_steps(figures: Iterable[dict[str, Any]]) -> float | None:
+    measured = [one for one in figures if "timing_s/group_latency" in one and "timing_s/step" in one]
+    seconds = sum(one["timing_s/step"] for one in measured)
+    return sum(one["timing_s/group_latency"] for one in measured) / seconds if seconds else None
 
 
 def _mean(values: Iterable[float]) -> float | None:

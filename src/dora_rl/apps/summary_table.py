@@ -21,7 +21,7 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
         ("step", f"{duration(summary.step_seconds)} (median)"),
         ("occupancy", f"{summary.occupancy:.0%}"),
         ("idle slots", idle(summary.slots) or "none"),
-        ("staleness of groups", _staleness(summary.staleness) or "none trained"),
+        ("staleness of groups", _staleness(summary) or "none trained"),
         ("live versions", f"{summary.most_live} at most"),
         ("requests moved", f"{summary.moved:,}; prefilled again: {summary.reprefilled:,} tokens"),
         ("log-prob gap", _gap(summary)),
@@ -49,12 +49,14 @@ def histogram(staleness: Mapping[int, int]) -> str:
     return "  ".join(f"{age}: {count / whole:.0%}" for age, count in sorted(staleness.items()))
 
 
-def _staleness(staleness: Mapping[int, int]) -> str:
-    """`mean 0.75 (0: 25%  1: 75%)`."""
+def _staleness(summary: Summary) -> str:
+    """`mean 0.75 (0: 25%  1: 75%); latency 0.61 steps`."""
+    staleness = summary.staleness
     if not staleness:
         return ""
     mean = sum(age * count for age, count in staleness.items()) / sum(staleness.values())
-    return f"mean {mean:.2f} ({histogram(staleness)})"
+    latency = "" if summary.latency_in_steps is None else f"; latency {summary.latency_in_steps:.2f} steps"
+    return f"mean {mean:.2f} ({histogram(staleness)}){latency}"
 
 
 def idle(slots: Mapping[str, float], most: int = 3) -> str:

@@ -101,8 +101,9 @@ class Result:
         return sum(lag * share for lag, share in self.staleness.items())
 
     @property
-    def least_staleness(self) -> float:
-        """The mean staleness if groups never waited for the trainer: latency over step time, by Little's law."""
+    def latency_in_steps(self) -> float:
+        """Latency over step time: by Little's law the mean staleness of groups that are admitted at any time of a step
+        and never wait for the trainer."""
         return self.latency / self.step_seconds
 
     @property

@@ -103,6 +103,9 @@ class MetricsRecorder:
         tokens = sum(one.length for one in trajectories if not one.failed)
         self.tokens += tokens
         ours = {f"off_policy/staleness_{age}": count / len(groups) for age, count in sorted(staleness.items())}
+        latencies = [group.scored_at - group.admitted_at for group in groups.values()]
+        if latencies:
+            ours["timing_s/group_latency"] = statistics.fmean(latencies) / SECOND
         ours |= reward_metrics([one.reward_components for one in trajectories])
         self._pending[step] = metrics | ours | {"batch/response_tokens": float(tokens)}
         for group, entry in list(groups.items())[: self._samples_per_step]:

@@ -108,6 +108,9 @@ class GroupEntry:
     key: str
     version: Version
     trajectories: dict[TrajectoryId, TrajectoryEntry]
+    admitted_at: Nanoseconds = 0
+    scored_at: Nanoseconds = 0
+    """When the last reward so far arrived."""
     step: StepId | None = None
     """The step that trains it, once it is part of one."""
 
@@ -149,7 +152,7 @@ class TrajectoryStore:
 
     # -- the event log ----------------------------------------------------------------------------------------
 
-    def apply(self, event: e.Event, commands: Sequence[c.Command], at: Nanoseconds) -> None:  # noqa: ARG002
+    def apply(self, event: e.Event, commands: Sequence[c.Command], at: Nanoseconds) -> None:
         """Fold an event and the commands that answered it."""
         match event:
             case e.PromptsArrived(prompts=prompts):
@@ -165,6 +168,7 @@ class TrajectoryStore:
                 entry = self.find(trajectory)
                 if entry is not None and entry.reward is None:
                     entry.reward, entry.reward_components = reward, components
+                    self.group_of(trajectory).scored_at = at
             case e.Published(version=version, fingerprint=fingerprint):
                 self.fingerprints.setdefault(version, fingerprint)
                 self.live_versions, self._most_live = self._most_live, len(self._running)
@@ -173,12 +177,12 @@ class TrajectoryStore:
             case _:
                 pass
         for command in commands:
-            self._apply_command(command)
+            self._apply_command(command, at)
 
-    def _apply_command(self, command: c.Command) -> None:
+    def _apply_command(self, command: c.Command, at: Nanoseconds) -> None:
         match command:
             case c.StartGroup():
-                self._admit(command)
+                self._admit(command, at)
             case c.Resume(trajectory=trajectory, attempt=attempt):
                 self.trajectory(trajectory).attempt = attempt
             case c.FailTrajectory(trajectory=trajectory, reason=reason):
@@ -198,7 +202,7 @@ class TrajectoryStore:
             case _:
                 pass
 
-    def _admit(self, command: c.StartGroup) -> None:
+    def _admit(self, command: c.StartGroup, at: Nanoseconds) -> None:
         key, problem = self._prompts.problem(self._numbers.pop(command.prompt.key))
         if key != command.prompt.key:
             raise UserError(
@@ -210,6 +214,7 @@ class TrajectoryStore:
             prompt=self._encode(problem),
             key=key,
             version=command.version,
+            admitted_at=at,
             trajectories={first + sibling: TrajectoryEntry() for sibling in range(self._group_size)},
         )
         self._running[command.version] += self._group_size
