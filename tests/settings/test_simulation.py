@@ -25,6 +25,8 @@ MIXTURE = {
     "rollout": {"lock_step": True},
 }
 
+EAGER = {"control": {"admission": "eager"}}
+"""More groups than the trainer wants, so that requests have to move."""
 LARGE = {"control": preset("laptop").control.model_dump(include={"groups_per_step", "group_size"})}
 
 CHANGES: list[tuple[str, Any, dict[str, Any]]] = [
@@ -54,7 +56,7 @@ CHANGES: list[tuple[str, Any, dict[str, Any]]] = [
     ("rollout.compute_efficiency", lambda value: value / 8, {}),
     ("rollout.step_overhead", lambda value: 2 * value + 0.01, {}),
     ("rollout.load_overhead", lambda value: value + 3, {}),
-    ("rollout.move_overhead", lambda value: value + 2, {}),
+    ("rollout.move_overhead", lambda value: value + 2, EAGER),
     ("trainer.utilisation", lambda value: value / 2, {}),
     ("trainer.passes", lambda value: value + 2, {}),
     ("trainer.fixed_seconds", lambda value: value + 1, {}),
@@ -76,9 +78,9 @@ CHANGES: list[tuple[str, Any, dict[str, Any]]] = [
         lambda value: value + 2,
         {"devices": 8, "layouts": {"dora": "elastic"}, "elastic_trainer_devices": 2},
     ),
-    ("control.placement", lambda _: "proportional", LARGE),
+    ("control.placement", lambda _: "proportional", merged(LARGE, EAGER)),
     ("control.rebalance_seconds", lambda _: 0.5, {}),
-    ("control.admission", lambda _: "just_in_time", {"trainer": {"utilisation": 0.1}}),
+    ("control.admission", lambda _: "eager", {"trainer": {"utilisation": 0.1}}),
 ]
 
 

@@ -37,6 +37,7 @@ ROOMY = {"max_requests": 1000, "kv_tokens": 1_000_000}
 MANY, SMALL = at("rollout.instances", 16), {"max_requests": 2, "kv_tokens": 1000}
 """There are more instances than groups, so an idle instance gets a group whenever the admission rules allow one."""
 ONE = at("rollout.instances", 1)
+EAGER = {"admission": "eager"}
 TURNS = {"environment": {"kind": "turns.py:Turns", "timeout_seconds": 11.0, "concurrency": 3}}
 
 
@@ -120,7 +121,7 @@ def test_mode_and_staleness_bound_limit_admission(
     base: Path, mode: str, staleness: int | str, per_step: int, found: int
 ) -> None:
     """With enough capacity, (K + 1) * B groups start before the first step, where K depends on the mode."""
-    control = {"mode": mode, "max_staleness": staleness, "groups_per_step": per_step, "steps": 100}
+    control = {"mode": mode, "max_staleness": staleness, "groups_per_step": per_step, "steps": 100} | EAGER
     with supervisor(base, MANY, {"control": control}) as harness:
         harness.begin(**SMALL)
         assert admitted(harness) == found
@@ -147,6 +148,13 @@ def test_an_adaptive_bound_follows_what_the_trainer_measures(base: Path, figures
         assert [one["off_policy/bound"] for one in lines(harness.folder.metrics)] == [4.0], "in force during the step"
 
 
+def test_just_in_time_admission_begins_with_two_steps_of_groups(base: Path) -> None:
+    for admission, found in (("just_in_time", 4), ("eager", 8)):
+        with supervisor(base, MANY, {"control": {"admission": admission, "steps": 100}}) as harness:
+            harness.begin(**SMALL)
+            assert admitted(harness) == found
+
+
 def test_a_step_takes_the_configured_number_of_groups(base: Path) -> None:
     """A step is applied once `groups_per_step` groups are finished."""
     with supervisor(base, ONE, {"control": {"groups_per_step": 3, "max_staleness": 1}}) as harness:
@@ -170,7 +178,7 @@ def test_a_group_has_the_configured_size(base: Path) -> None:
 
 def test_no_more_groups_start_than_the_steps_need(base: Path) -> None:
     for steps, found in ((1, 2), (3, 6)):
-        with supervisor(base, MANY, at("control.steps", steps)) as harness:
+        with supervisor(base, MANY, {"control": {"steps": steps} | EAGER}) as harness:
             harness.begin(**SMALL)
             assert admitted(harness) == found
 
@@ -194,7 +202,7 @@ def test_data_settings_determine_the_order_of_prompts(base: Path) -> None:
 
 def test_prompts_end_after_the_configured_epochs(base: Path) -> None:
     """There are no more prompts after `data.epochs` passes over `data.limit` rows."""
-    control = {"steps": None, "max_staleness": 10}
+    control = {"steps": None, "max_staleness": 10} | EAGER
     for epochs, found in ((1, 3), (2, 6)):
         with supervisor(base, MANY, {"data": {"limit": 3, "epochs": epochs}, "control": control}) as harness:
             harness.begin(**SMALL)
@@ -226,7 +234,7 @@ def test_a_group_with_too_few_survivors_fails(base: Path) -> None:
 
 def test_groups_without_signal_are_replaced_only_if_configured(base: Path) -> None:
     for cap, replaced in ((0, 0), (1, 2), (2, 4)):
-        control = {"dynamic_sampling": cap, "steps": None}
+        control = {"dynamic_sampling": cap, "steps": None} | EAGER
         with supervisor(base, ONE, {"control": control}) as harness:
             harness.begin(**ROOMY)
             for number in range(6):

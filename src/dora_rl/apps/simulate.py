@@ -246,7 +246,8 @@ def _slots(count: int) -> str:
 def _ranking(ranking: list[PlanResult], skipped: int) -> Table:
     table = Table(
         title="Plans, best first",
-        caption="train: devices; rollout: instances x devices, slots of each; lag: mean staleness; latency: of groups, in steps\n"
+        caption="train: devices; rollout: instances x devices, slots of each; lag: mean staleness\n"
+        "latency: of groups, in steps\n"
         f"{skipped} further candidates can't win or exceed --most, and were not simulated",
     )
     for column in ("K", "train", "rollout", "step", "tokens/s", "lag", "latency", "x bound"):
