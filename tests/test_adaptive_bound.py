@@ -277,7 +277,15 @@ class Recorded(BoundControl):
         self._adaptive.observe = lambda step: self.steps.append(step)  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("settings", [[], ["workload.reward_seconds=3"], ["trainer.utilisation=0.1"]])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [],
+        ["workload.reward_seconds=3"],
+        ["trainer.utilisation=0.1"],
+        ["workload.no_signal=0.5", "control.dynamic_sampling=10"],
+    ],
+)
 def test_waiting_time_and_tokens_agree_with_the_accounts_of_the_simulator(settings: list[str]) -> None:
     config = preset("laptop", ["steps=20", "warmup_steps=0", *settings])
     variant = parse_variant("dora:k2")
@@ -293,6 +301,8 @@ def test_waiting_time_and_tokens_agree_with_the_accounts_of_the_simulator(settin
         record.tokens for _, record in sorted(runtime.records.steps.items()) if record.finished_at
     ][: len(measured.steps)]
     assert len(measured.steps) >= 19
+    ended = len({number // control.group_size for number in measured._lengths})
+    assert ended <= (control.staleness + 1) * control.groups_per_step, "lengths of groups that are gone are kept"
     whole = sum(step.seconds for step in measured.steps)
     waited = sum(step.waited for step in measured.steps)
     causes = ("idle: rollout", "idle: deadline", "idle: reward")

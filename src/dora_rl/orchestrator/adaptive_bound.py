@@ -6,8 +6,8 @@ like ESS * n samples of the trained policy. K is worth having if it gives at lea
 
 - *Up.* If the trainer waited for rollout for more than `_WAITS` of a window of steps, K + 1 is tried: the bound may
   have kept slots idle, or the step rule may have held finished groups back. A trainer that does not wait gains nothing.
-- *Down.* If the trainer waited for less than `_NEVER_WAITS`, K - 1 is tried: the rate can hardly fall, and idle slots
-  are fed up to the bound, so groups get fresher.
+- *Down.* If the trainer waited for less than `_NEVER_WAITS`, K - 1 is tried: the rate can hardly fall, and groups get
+  fresher where the bound is what limits admission.
 - *A trial* compares a window of steps under the new bound with the window before it. The steps in between are left out:
   groups admitted under the old bound are still trained. It lasts until the difference exceeds its standard error, or
   the window has `_LONGEST` steps. If K was not worth it, or K - 1 was too slow, the trial is undone. Neither the bound

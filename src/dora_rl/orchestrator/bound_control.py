@@ -82,7 +82,7 @@ class BoundControl:
                 self._applying = True
                 tokens = sum(self._take_lengths(group) for group in groups)
                 self._tokens.setdefault(step, tokens)
-            case c.GroupFailed(group=group):
+            case c.GroupFailed(group=group) | c.GroupWithoutSignal(group=group):
                 self._take_lengths(group)
             case c.TrainerIdles(cause=cause):
                 self._cause = cause.reason
