@@ -73,11 +73,11 @@ class Context:
     def just_in_time(self) -> bool:
         """No more groups are admitted than keep the trainer from waiting.
 
-        Not where instances share the trainer's devices, since there it waits by design, and not with K = 0, where every
-        group belongs to the step that has begun.
+        Not where instances share the trainer's devices, since there it waits by design. With K = 0 it changes nothing:
+        the bound allows a step of groups, and that many are always wanted.
         """
-        late = self.config.admission == "just_in_time" and self.mode.serves_several_versions
-        return late and self.policy.staleness > 0 and not self.instances.sharing
+        configured = self.config.admission == "just_in_time" and self.mode.serves_several_versions
+        return configured and not self.instances.sharing
 
     @property
     def streams(self) -> bool:
