@@ -335,7 +335,7 @@ def test_a_trainer_that_is_away_wants_no_more_groups() -> None:
     driver.first_step()
     driver.send(11 * SECOND, e.TrainerLost(reason="killed"))
     driver.finish(12 * SECOND, 1, 4, 5)
-    driver.send(1000 * SECOND, e.Tick())
+    driver.send(100 * SECOND, e.Tick())
     assert len(driver.started) == 6
     assert driver.orchestrator._context.allowance() == 4
 
