@@ -28,6 +28,8 @@ FALLS = {"trainer": {"optimiser": {"schedule": "linear", "total_updates": 8}}}
 MASKS = {"trainer": {"algorithm": {"correction": "token_mask"}}}
 DIVERGES = {"trainer": {"algorithm": {"trust_region": "binary_tv"}}}
 CAPS = {"trainer": {"algorithm": {"correction": "token_truncate", "correction_high": 1.5}}}
+PLAIN = {"trainer": {"algorithm": {"correction": "none"}}}
+"""The ratio refers to the behaviour policy, so that clips have an effect in the first update of a step."""
 CONSTANT = {"trainer": {"algorithm": {"aggregation": "constant_length", "constant_length": 30}}}
 
 FREE = {"trainer": {"optimiser": {"epsilon": 1e-3, "max_gradient_norm": 1e6}}}
@@ -49,15 +51,15 @@ CHANGES: list[tuple[str, Any, dict[str, Any]]] = [
     (ALGORITHM + "name", "rloo", {}),
     (ALGORITHM + "aggregation", "token_mean", {}),
     (ALGORITHM + "constant_length", 60, merged(CONSTANT, FREE)),
-    (ALGORITHM + "clip_low", 0.01, {}),
-    (ALGORITHM + "clip_high", 0.01, {}),
-    (ALGORITHM + "clip_negative", 1.05, {}),
-    (ALGORITHM + "trust_region", "binary_tv", {}),
-    (ALGORITHM + "trust_region", "binary_kl", {}),
-    (ALGORITHM + "trust_region", "second_moment", {}),
+    (ALGORITHM + "clip_low", 0.01, PLAIN),
+    (ALGORITHM + "clip_high", 0.01, PLAIN),
+    (ALGORITHM + "clip_negative", 1.05, PLAIN),
+    (ALGORITHM + "trust_region", "binary_tv", PLAIN),
+    (ALGORITHM + "trust_region", "binary_kl", PLAIN),
+    (ALGORITHM + "trust_region", "second_moment", PLAIN),
     (ALGORITHM + "trust_region_delta", 0.001, DIVERGES),
     (ALGORITHM + "veto", 0.5, {}),
-    (ALGORITHM + "correction", "token_truncate", {}),
+    (ALGORITHM + "correction", "token_truncate", PLAIN),
     (ALGORITHM + "correction", "geometric_mask", {}),
     (ALGORITHM + "correction_low", 0.9, MASKS),
     (ALGORITHM + "correction_high", 1.01, MASKS),
@@ -190,6 +192,36 @@ def test_a_mini_batch_is_a_subset_of_the_groups(base: Path) -> None:
     """Two mini-batches are two updates on half of the groups each; two epochs are two updates on all groups."""
     halves, wholes = trained(base, at(TRAINER + "mini_batches", 2))[0], trained(base, at(TRAINER + "epochs", 2))[0]
     assert distance(halves, wholes) > 1e-6
+
+
+@pytest.mark.parametrize(
+    ("settings", "correction"),
+    [
+        ({}, "token_truncate"),
+        ({"control": {"mode": "partial"}}, "token_truncate"),
+        ({"control": {"mode": "one_step_off"}}, "token_truncate"),
+        ({"control": {"max_staleness": "auto"}}, "token_truncate"),
+        ({"control": {"mode": "sync"}}, "none"),
+        ({"control": {"max_staleness": 0}}, "none"),
+        ({"trainer": {"algorithm": {"name": "dapo"}}}, "token_truncate"),
+        ({"trainer": {"algorithm": {"name": "gspo"}}}, "none"),
+        ({"trainer": {"algorithm": {"name": "cispo"}}}, "none"),
+        ({"trainer": {"algorithm": {"name": "longcat", "constant_length": 30}}}, "none"),
+        ({"trainer": {"algorithm": {"clip_negative": 3.0}}}, "none"),
+        ({"trainer": {"algorithm": {"trust_region": "binary_tv"}}}, "none"),
+        ({"trainer": {"algorithm": {"correction": "none"}}}, "none"),
+        ({"trainer": {"algorithm": {"correction": "token_mask"}}}, "token_mask"),
+    ],
+)
+def test_stale_groups_are_corrected_unless_the_ratio_is_limited_otherwise(
+    base: Path, settings: dict[str, Any], correction: str
+) -> None:
+    """If the trainer corrects, it reports the mean weight of a token."""
+    folder = folder_of(base, settings)
+    assert folder.read().trainer_settings().algorithm.gap_correction == correction
+    with TrainerHarness(folder) as trainer:
+        trainer.publish()
+        assert ("correction/mean" in trainer.step(groups(0, 0))) == (correction != "none")
 
 
 def test_the_trainer_uses_the_sampling_temperature(base: Path) -> None:

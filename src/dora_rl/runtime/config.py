@@ -175,6 +175,17 @@ class RunConfig(Config):
             )
         return self
 
+    def trainer_settings(self) -> TrainerConfig:
+        """The trainer's settings, with those that follow from other parts of the config.
+
+        A stale token of a negative advantage that has become likelier since has a large ratio, and one such token may
+        dominate the gradient of a step. If nothing else limits it, truncated importance sampling does.
+        """
+        algorithm = self.trainer.algorithm
+        if algorithm.correction is None and algorithm.unlimited and self.control.largest_staleness:
+            algorithm = algorithm.model_copy(update={"correction": "token_truncate"})
+        return self.trainer.model_copy(update={"temperature": self.sampling.temperature, "algorithm": algorithm})
+
     def engine_run(self) -> EngineRun:
         """The settings that a rollout engine may depend on."""
         return EngineRun(

@@ -56,12 +56,11 @@ class TrainerWorker:
         torch.manual_seed(config.seed)
         loaded = load(config.model)
         self._tokenizer = loaded.tokenizer
-        settings = config.trainer.model_copy(update={"temperature": config.sampling.temperature})
         sampling = config.sampling
         truncation = explained_by_sampling(sampling.top_p, sampling.top_k, sampling.min_p)
         self._trainer = Trainer(
             loaded.model,
-            settings,
+            config.trainer_settings(),
             rank_group=rank_group,
             truncation=truncation,
             max_staleness=config.control.largest_staleness,
