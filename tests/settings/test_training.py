@@ -28,8 +28,6 @@ FALLS = {"trainer": {"optimiser": {"schedule": "linear", "total_updates": 8}}}
 MASKS = {"trainer": {"algorithm": {"correction": "token_mask"}}}
 DIVERGES = {"trainer": {"algorithm": {"trust_region": "binary_tv"}}}
 CAPS = {"trainer": {"algorithm": {"correction": "token_truncate", "correction_high": 1.5}}}
-PLAIN = {"trainer": {"algorithm": {"correction": "none"}}}
-"""The ratio refers to the behaviour policy, so that clips have an effect in the first update of a step."""
 CONSTANT = {"trainer": {"algorithm": {"aggregation": "constant_length", "constant_length": 30}}}
 
 FREE = {"trainer": {"optimiser": {"epsilon": 1e-3, "max_gradient_norm": 1e6}}}
@@ -51,15 +49,15 @@ CHANGES: list[tuple[str, Any, dict[str, Any]]] = [
     (ALGORITHM + "name", "rloo", {}),
     (ALGORITHM + "aggregation", "token_mean", {}),
     (ALGORITHM + "constant_length", 60, merged(CONSTANT, FREE)),
-    (ALGORITHM + "clip_low", 0.01, PLAIN),
-    (ALGORITHM + "clip_high", 0.01, PLAIN),
-    (ALGORITHM + "clip_negative", 1.05, PLAIN),
-    (ALGORITHM + "trust_region", "binary_tv", PLAIN),
-    (ALGORITHM + "trust_region", "binary_kl", PLAIN),
-    (ALGORITHM + "trust_region", "second_moment", PLAIN),
+    (ALGORITHM + "clip_low", 0.01, {}),
+    (ALGORITHM + "clip_high", 0.01, {}),
+    (ALGORITHM + "clip_negative", 1.05, {}),
+    (ALGORITHM + "trust_region", "binary_tv", {}),
+    (ALGORITHM + "trust_region", "binary_kl", {}),
+    (ALGORITHM + "trust_region", "second_moment", {}),
     (ALGORITHM + "trust_region_delta", 0.001, DIVERGES),
     (ALGORITHM + "veto", 0.5, {}),
-    (ALGORITHM + "correction", "token_truncate", PLAIN),
+    (ALGORITHM + "correction", "token_truncate", {}),
     (ALGORITHM + "correction", "geometric_mask", {}),
     (ALGORITHM + "correction_low", 0.9, MASKS),
     (ALGORITHM + "correction_high", 1.01, MASKS),
@@ -83,7 +81,7 @@ SAME: list[tuple[str, Any]] = [
 ]
 
 
-def groups(first: int, version: int) -> tuple[m.SampledGroup, ...]:
+def groups(first: int, version: int, logprob: float = -2.7) -> tuple[m.SampledGroup, ...]:
     """Return slightly off-policy groups with responses of different lengths; the last group has no signal."""
     random = np.random.default_rng(first)
     made = []
@@ -101,7 +99,7 @@ def groups(first: int, version: int) -> tuple[m.SampledGroup, ...]:
                         TokenChunk.of(
                             number * 3 + sibling,
                             response,
-                            -2.7 + 0.4 * random.standard_normal(len(response)),
+                            logprob + 0.4 * random.standard_normal(len(response)),
                             version=version,
                         ),
                     ),
@@ -195,33 +193,36 @@ def test_a_mini_batch_is_a_subset_of_the_groups(base: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "correction"),
+    ("settings", "bound"),
     [
-        ({}, "token_truncate"),
-        ({"control": {"mode": "partial"}}, "token_truncate"),
-        ({"control": {"mode": "one_step_off"}}, "token_truncate"),
-        ({"control": {"max_staleness": "auto"}}, "token_truncate"),
-        ({"control": {"mode": "sync"}}, "none"),
-        ({"control": {"max_staleness": 0}}, "none"),
-        ({"trainer": {"algorithm": {"name": "dapo"}}}, "token_truncate"),
-        ({"trainer": {"algorithm": {"name": "gspo"}}}, "none"),
-        ({"trainer": {"algorithm": {"name": "cispo"}}}, "none"),
-        ({"trainer": {"algorithm": {"name": "longcat", "constant_length": 30}}}, "none"),
-        ({"trainer": {"algorithm": {"clip_negative": 3.0}}}, "none"),
-        ({"trainer": {"algorithm": {"trust_region": "binary_tv"}}}, "none"),
-        ({"trainer": {"algorithm": {"correction": "none"}}}, "none"),
-        ({"trainer": {"algorithm": {"correction": "token_mask"}}}, "token_mask"),
+        ({}, 3.0),
+        ({"control": {"mode": "partial"}}, 3.0),
+        ({"control": {"mode": "one_step_off"}}, 3.0),
+        ({"control": {"max_staleness": "auto"}}, 3.0),
+        ({"control": {"mode": "sync"}}, None),
+        ({"control": {"max_staleness": 0}}, None),
+        ({"trainer": {"algorithm": {"name": "dapo"}}}, 3.0),
+        ({"trainer": {"algorithm": {"name": "gspo"}}}, None),
+        ({"trainer": {"algorithm": {"name": "cispo"}}}, None),
+        ({"trainer": {"algorithm": {"clip_negative": 9.0}}}, 9.0),
+        ({"trainer": {"algorithm": {"trust_region": "binary_tv"}}}, None),
+        ({"trainer": {"algorithm": {"correction": "token_mask"}}}, None),
     ],
 )
-def test_stale_groups_are_corrected_unless_the_ratio_is_limited_otherwise(
-    base: Path, settings: dict[str, Any], correction: str
+def test_stale_groups_get_a_bound_for_negative_advantages_unless_something_else_limits_the_ratio(
+    base: Path, settings: dict[str, Any], bound: float | None
 ) -> None:
-    """If the trainer corrects, it reports the mean weight of a token."""
-    folder = folder_of(base, settings)
-    assert folder.read().trainer_settings().algorithm.gap_correction == correction
-    with TrainerHarness(folder) as trainer:
-        trainer.publish()
-        assert ("correction/mean" in trainer.step(groups(0, 0))) == (correction != "none")
+    assert folder_of(base, settings).read().trainer_settings().algorithm.bounds.negative == bound
+
+
+def test_the_bound_for_negative_advantages_reaches_the_trainer(base: Path) -> None:
+    """Ratios in these groups reach 4, so the weights differ from those of a bound that is out of reach."""
+    found = []
+    for settings in ({}, at(ALGORITHM + "clip_negative", 3.0), at(ALGORITHM + "clip_negative", 1000.0)):
+        with TrainerHarness(folder_of(base, FREE, settings)) as trainer:
+            trainer.publish()
+            found.append(trainer.step(groups(0, 0, logprob=-4.0))["clip_fraction"])
+    assert found[0] == found[1] > found[2]
 
 
 def test_the_trainer_uses_the_sampling_temperature(base: Path) -> None:

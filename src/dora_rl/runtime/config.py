@@ -17,6 +17,9 @@ from dora_rl.runtime.launch.ray.config import RayConfig
 from dora_rl.trainer.algorithms import get_algorithm
 from dora_rl.trainer.config import TrainerConfig
 
+DUAL_CLIP = 3.0
+"""Upper bound of the ratio where the advantage is negative, for stale groups: the value of dual-clip PPO."""
+
 
 class SamplingConfig(Config):
     """How rollout samples."""
@@ -178,12 +181,12 @@ class RunConfig(Config):
     def trainer_settings(self) -> TrainerConfig:
         """The trainer's settings, with those that follow from other parts of the config.
 
-        A stale token of a negative advantage that has become likelier since has a large ratio, and one such token may
-        dominate the gradient of a step. If nothing else limits it, truncated importance sampling does.
+        A clip does not limit the ratio of a token with a negative advantage that has become likelier since it was
+        sampled, and one such token may dominate the gradient of a step. Only stale groups have them.
         """
         algorithm = self.trainer.algorithm
-        if algorithm.correction is None and algorithm.unlimited and self.control.largest_staleness:
-            algorithm = algorithm.model_copy(update={"correction": "token_truncate"})
+        if algorithm.unlimited and self.control.largest_staleness:
+            algorithm = algorithm.model_copy(update={"clip_negative": DUAL_CLIP})
         return self.trainer.model_copy(update={"temperature": self.sampling.temperature, "algorithm": algorithm})
 
     def engine_run(self) -> EngineRun:

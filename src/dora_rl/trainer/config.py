@@ -28,7 +28,8 @@ class AlgorithmConfig(Config):
     clip_high: float | None = Field(default=None, ge=0)
     """The upper bound of the ratio is 1 + clip_high."""
     clip_negative: float | None = Field(default=None, gt=1)
-    """Upper bound of the ratio where the advantage is negative."""
+    """Upper bound of the ratio where the advantage is negative. By default 3 for longcat, and in runs whose groups may
+    be stale, if nothing else limits that ratio."""
     trust_region: TrustRegion = "clip"
     """What limits an update: the clip of the ratio, or in its place a mask on tokens that have diverged too far."""
     trust_region_delta: float | None = Field(default=None, gt=0)
@@ -36,10 +37,8 @@ class AlgorithmConfig(Config):
     second_moment."""
     veto: float | None = Field(default=None, gt=0, lt=1)
     """Leave out a trajectory with a negative advantage if the ratio of one of its tokens is below this."""
-    correction: Correction | None = None
-    """How the gap between the behaviour policy and the trainer's policy at the start of the step is corrected. By
-    default a run whose groups may be stale uses token_truncate, if otherwise nothing would limit the ratio of a token
-    with a negative advantage; other runs use none."""
+    correction: Correction = "none"
+    """How the gap between the behaviour policy and the trainer's policy at the start of the step is corrected."""
     correction_low: float | None = Field(default=None, ge=0)
     """Masks drop tokens or trajectories with a gap below this: by default 0.5, and 0.9 for geometric_mask."""
     correction_high: float | None = Field(default=None, gt=0)
@@ -108,20 +107,15 @@ class AlgorithmConfig(Config):
         return _DELTA[self.trust_region] if self.trust_region_delta is None else self.trust_region_delta
 
     @property
-    def gap_correction(self) -> Correction:
-        """How the gap is corrected: the setting, or else not at all."""
-        return self.correction or "none"
-
-    @property
     def unlimited(self) -> bool:
-        """Whether the ratio of a token with a negative advantage has no upper limit, and no correction sets one."""
+        """Whether nothing limits the ratio of a token with a negative advantage from above."""
         clips_tokens = self.trust_region == "clip" and get_algorithm(self.name).policy_loss is ppo_clip
-        return clips_tokens and self.bounds.negative is None and self.gap_correction == "none"
+        return clips_tokens and self.bounds.negative is None and self.correction == "none"
 
     @property
     def correction_bounds(self) -> tuple[float, float]:
         """The lower and upper bound of the correction: the settings, or else its defaults."""
-        low, high = (0.9, 1.1) if self.gap_correction == "geometric_mask" else (0.5, 2.0)
+        low, high = (0.9, 1.1) if self.correction == "geometric_mask" else (0.5, 2.0)
         return (
             low if self.correction_low is None else self.correction_low,
             high if self.correction_high is None else self.correction_high,

@@ -64,7 +64,7 @@ def micro_loss(
     """The objective of one micro-batch; `advantages` [S]."""
     algorithm = get_algorithm(config.name)
     start = output.logprobs.detach() if references.anchor is None else references.anchor
-    corrected = config.gap_correction != "none"
+    corrected = config.correction != "none"
     tokens = TokenBatch(
         log_ratio=output.logprobs - (start if corrected else batch.behaviour),
         logprobs=output.logprobs,
@@ -82,7 +82,7 @@ def micro_loss(
     loss = policy.loss
     sums = {"tokens": torch.ones_like(start).sum(), "entropy": output.entropy.detach().sum()}
     if corrected:
-        weights = gap_weights(config.gap_correction, start - batch.behaviour, tokens, *config.correction_bounds)
+        weights = gap_weights(config.correction, start - batch.behaviour, tokens, *config.correction_bounds)
         loss = loss * weights
         sums["correction"] = weights.sum()
     if config.veto is not None:

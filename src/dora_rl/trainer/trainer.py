@@ -162,7 +162,7 @@ class Trainer:
         several = self.config.mini_batches * self.config.epochs > 1
         undo = self.optimiser.snapshot() if several else None
         trained = opened.score(opened.groups, self.config.algorithm)
-        anchors = self._logprobs(trained) if several and self.config.algorithm.gap_correction != "none" else {}
+        anchors = self._logprobs(trained) if several and self.config.algorithm.correction != "none" else {}
         count = min(self.config.mini_batches, max(1, len(trained)))
         try:
             for _ in range(self.config.epochs):
