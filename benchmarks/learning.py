@@ -50,31 +50,42 @@ METRICS = ("off_policy/ess", "off_policy/kl", "clip_fraction", "correction/mean"
 Settings = dict[str, object]
 
 
+NEGATIVE = "trainer.algorithm.clip_negative"
+DUAL_CLIP: Settings = {NEGATIVE: 3.0}
+"""The default of runs with stale groups, written out, so that a change of the default is another arm."""
+NO_DUAL_CLIP: Settings = {NEGATIVE: 1e9}
+
+
 def _dora(staleness: int | str, admission: str = "just_in_time", **more: object) -> Settings:
     return {"control.max_staleness": staleness, "control.admission": admission, **more}
 
 
 def _corrected(**settings: object) -> Settings:
-    """A correction with the loosest bound, and with the rule of admission that does nothing against staleness."""
+    """A correction in place of the dual clip, with the loosest bound, and with the rule of admission that does nothing
+    against staleness."""
     return _dora(7, "eager", **settings)
 
 
 ARMS: dict[str, Settings] = {
     "sync": {"control.mode": "sync"},
-    "dora K=1": _dora(1),
-    "dora K=3": _dora(3),
-    "dora K=7": _dora(7),
-    "dora auto": _dora("auto"),
-    "dora K=3 eager": _dora(3, "eager"),
-    "dora K=7 eager": _dora(7, "eager"),
-    "partial K=3": {"control.mode": "partial", "control.max_staleness": 3},
-    "partial K=7": {"control.mode": "partial", "control.max_staleness": 7},
+    "dora K=1": _dora(1, **DUAL_CLIP),
+    "dora K=3": _dora(3, **DUAL_CLIP),
+    "dora K=7": _dora(7, **DUAL_CLIP),
+    "dora auto": _dora("auto", **DUAL_CLIP),
+    "dora K=3 eager": _dora(3, "eager", **DUAL_CLIP),
+    "dora K=7 eager": _dora(7, "eager", **DUAL_CLIP),
+    "partial K=3": {"control.mode": "partial", "control.max_staleness": 3, **DUAL_CLIP},
+    "partial K=7": {"control.mode": "partial", "control.max_staleness": 7, **DUAL_CLIP},
+    "dora K=3, no dual clip": _dora(3, **NO_DUAL_CLIP),
+    "dora K=7, no dual clip": _dora(7, **NO_DUAL_CLIP),
+    "K=7 eager, no dual clip": _dora(7, "eager", **NO_DUAL_CLIP),
+    "dora K=3, decoupled PPO": _dora(3, **{"trainer.algorithm.correction": "token_truncate"}),
     "K=7 eager, decoupled PPO": _corrected(**{"trainer.algorithm.correction": "token_truncate"}),
     "K=7 eager, geometric mask": _corrected(**{"trainer.algorithm.correction": "geometric_mask"}),
     "K=7 eager, DPPO": _corrected(**{"trainer.algorithm.trust_region": "binary_tv"}),
     "K=7 eager, M2PO": _corrected(**{"trainer.algorithm.trust_region": "second_moment"}),
-    "K=7 eager, ESS scaling": _corrected(**{"trainer.optimiser.ess_scaling": "true"}),
-    "K=7 eager, negative veto": _corrected(**{"trainer.algorithm.veto": 0.1}),
+    "K=7 eager, ESS scaling": _corrected(**{"trainer.optimiser.ess_scaling": "true"}, **NO_DUAL_CLIP),
+    "K=7 eager, negative veto": _corrected(**{"trainer.algorithm.veto": 0.1}, **NO_DUAL_CLIP),
 }
 """The settings of each arm. An arm whose settings this version refuses is reported and left out."""
 JOBS = {
