@@ -116,7 +116,7 @@ class RunDir:
         return settings
 
     def write(self, config: RunConfig) -> None:
-        """Continue with another configuration; the section of the orchestrator must stay the same."""
+        """Continue with another configuration; of the section of the orchestrator only `steps` may differ."""
         self._write(config, self.base())
 
     def _write(self, config: RunConfig, base: Path) -> None:
