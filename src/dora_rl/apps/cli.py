@@ -33,6 +33,10 @@ COMMANDS = {
     ),
     "eval": _Command("evaluate:evaluate", "Evaluate a run's policy, or a model, on held-out prompts."),
     "runs": _Command("runs:runs", "List runs: their progress, reward and accuracy, and whether they are running."),
+    "compare": _Command(
+        "compare:compare",
+        "Compare runs: the settings in which they differ, and their speed, staleness, reward and accuracy.",
+    ),
     "report": _Command(
         "report:report", "Write the report page of a run: curves, lengths, staleness, timeline, samples."
     ),
