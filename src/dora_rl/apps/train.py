@@ -243,6 +243,7 @@ def _end(folder: RunDir, console: Console, *, finished: bool) -> None:
 def conclude(folder: RunDir, console: Console) -> None:
     """Print the summary of the run, and where its policy and report are."""
     from dora_rl.apps.report import write_report
+    from dora_rl.apps.run_reader import best_policy
     from dora_rl.apps.summary import summarise
     from dora_rl.apps.summary_table import rows
 
@@ -254,6 +255,6 @@ def conclude(folder: RunDir, console: Console) -> None:
     for row in rows(summary):
         table.add_row(*map(escape, row))
     console.print(table, highlight=False)
-    for name, path in (("policy", summary.policy), ("report", folder.report)):
+    for name, path in (("policy", summary.policy), ("best", best_policy(folder)), ("report", folder.report)):
         if path is not None:
             console.print(f"{name}: {path}", highlight=False, markup=False, soft_wrap=True)

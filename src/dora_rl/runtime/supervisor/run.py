@@ -27,10 +27,11 @@ from dora_rl.runtime.launch.machine import Machine
 from dora_rl.runtime.launch.process_manager import ProcessManager
 from dora_rl.runtime.provenance import Provenance
 from dora_rl.runtime.run_dir import RunDir
+from dora_rl.runtime.supervisor.best_policy import BestPolicy
 from dora_rl.runtime.supervisor.evaluation_client import EvaluationClient
 from dora_rl.runtime.supervisor.evaluation_sessions import EvaluationSessions
 from dora_rl.runtime.supervisor.failure_guard import FailureGuard
-from dora_rl.runtime.supervisor.held_out import evaluated_versions, held_out_problems
+from dora_rl.runtime.supervisor.held_out import held_out_accuracy, held_out_problems
 from dora_rl.runtime.supervisor.metrics import MetricsRecorder
 from dora_rl.runtime.supervisor.prompt_source import PromptSource
 from dora_rl.runtime.supervisor.recovery import check_extension, recover
@@ -134,7 +135,9 @@ class Run:
             clock=machine.clock,
         )
         if config.evaluation.every:
-            self.supervisor.evaluation = self._evaluation(self._processes)
+            evaluation = self.supervisor.evaluation = self._evaluation(self._processes)
+            best = BestPolicy(run_dir.checkpoints, evaluation.is_due, held_out_accuracy(run_dir.metrics))
+            self.supervisor.best = self.supervisor.trainer.best = best
         self._provenance.record(state.at)
 
     def run(self, on_event: Callable[[], None] = lambda: None) -> None:
@@ -145,7 +148,7 @@ class Run:
             if self._extended and steps is not None:
                 changed.append(e.StepsChanged(steps=steps))
             if self._state.at:
-                self.supervisor.evaluate_again(self._store, evaluated_versions(self.run_dir.metrics))
+                self.supervisor.evaluate_again(self._store, set(held_out_accuracy(self.run_dir.metrics)))
                 changed += [] if self._bound is None else [e.BoundChanged(max_staleness=self._bound)]
                 self.supervisor.resume([*self._state.losses(_RESTARTED), *changed], [*self._state.open_commands()])
             else:
