@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import sysconfig
@@ -70,7 +71,9 @@ def say(text: str) -> None:
 
 
 def run(*command: object, folder: Path | None = None) -> str:
-    done = subprocess.run([str(one) for one in command], cwd=folder, capture_output=True, text=True)
+    # Without the caller's PYTHONPATH, which may lead to the sources.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([str(one) for one in command], cwd=folder, env=environment, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{' '.join(map(str, command))}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
     return done.stdout
