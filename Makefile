@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+RUNS   := $(VENV)/.train
 
-.PHONY: help setup format test test-portability test-ray test-vllm test-models lint types check soak chaos fuzz soak-run quickstart smollm2 warm-start clean \
+.PHONY: help setup format test test-portability test-ray test-vllm test-models test-package lint types check soak chaos fuzz soak-run quickstart smollm2 warm-start clean \
 	bench bench-quick bench-control bench-engine bench-trainer bench-probe bench-run bench-sizes bench-load bench-learning bench-cluster bench-freshness chaos-ray paper-table
 .DEFAULT_GOAL := help
 
@@ -15,7 +16,14 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	@touch $(STAMP)
+	@touch $(RUNS) $(STAMP)
+
+# What a run needs, without development tools; `make setup` adds those to the same environment.
+$(RUNS): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train]'
+	@touch $(RUNS)
 
 setup: $(STAMP)  ## create .venv with everything for development
 
@@ -26,6 +34,9 @@ test-portability: setup  ## test the kernels with g++, with clang++, and for ARM
 	@for tool in g++ clang++ aarch64-linux-gnu-g++ qemu-aarch64; do command -v $$tool > /dev/null || { \
 		echo "$$tool is missing: install the Debian packages g++, clang, g++-aarch64-linux-gnu and qemu-user."; exit 1; }; done
 	$(BIN)/python -m pytest -n auto -m "" tests/engine/test_portability.py tests/engine/test_product.py
+
+test-package: setup  ## build wheel and sdist, install the wheel in a new virtual environment, run the quickstart there (minutes, needs the network)
+	$(BIN)/python -m tests.package_install
 
 test-models: setup  ## build a tiny model of every causal LM of transformers and check that it is computed exactly or refused (several minutes)
 	$(BIN)/python -m tests.models.table --check
@@ -138,8 +149,8 @@ bench-cluster: .venv/.ray  ## compare the Ray runtime with the local one on one 
 	$(BIN)/python -m benchmarks.cluster --repeats $(or $(REPEATS),3)
 	$(BIN)/python -m benchmarks.cluster --predict
 
-quickstart: setup     ## train a small model with several live versions in a few minutes
-	$(BIN)/dora-rl train examples/quickstart/quickstart.toml
+quickstart: $(RUNS)   ## train a small model with several live versions in a few minutes; installs no development tools
+	$(BIN)/dora-rl quickstart
 
 smollm2: setup        ## train SmolLM2-135M with a LoRA adapter and then with all weights, 30 steps each (about 20 minutes)
 	$(BIN)/python -m benchmarks.smollm2

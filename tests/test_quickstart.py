@@ -25,21 +25,20 @@ SETTINGS = {
 }
 
 
-def command(*arguments: str) -> str:
+def command(*arguments: str, folder: Path = ROOT) -> str:
     program = [sys.executable, "-m", "dora_rl.apps.cli", *arguments]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=1000, check=False)
+    done = subprocess.run(program, capture_output=True, text=True, timeout=1000, check=False, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A shorter quickstart run."""
-    out = tmp_path_factory.mktemp("runs")
+    """A shorter quickstart run, started in a folder that has no other file."""
+    folder = tmp_path_factory.mktemp("quickstart")
     options = [word for key, value in SETTINGS.items() for word in (f"--{key}", str(value))]
-    config = ROOT / "examples" / "quickstart" / "quickstart.toml"
-    command("train", str(config), "--out", str(out), "--name", "quick", *options)
-    return out / "quick"
+    command("quickstart", "--name", "quick", *options, folder=folder)
+    return folder / "runs" / "quick"
 
 
 def events(run: Path) -> list[dict[str, Any]]:

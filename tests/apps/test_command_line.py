@@ -159,6 +159,19 @@ def test_a_run_is_resumed_with_other_settings(made_run: MadeRun, tmp_path: Path)
     assert isinstance(refused.exception, UserError)
 
 
+def test_the_quickstart_takes_settings_and_is_resumed_like_any_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = run("quickstart", "--dry-run", "--no-trial", "--control.max_staleness", "1", "--out", "other")
+    assert done.exit_code == 0, done.exception
+    printed = build(RunConfig, tomllib.loads(done.stdout))
+    assert (printed.control.max_staleness, printed.out) == (1, "other")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(UserError, match="resumed like any other: dora-rl train --resume runs/x"):
+        raise run("quickstart", "--resume", "runs/x").exception
+
+
 # -- logging ----------------------------------------------------------------------------------------------------
 
 

@@ -64,12 +64,12 @@ def test_a_terminal_shows_a_panel_no_wider_than_it(made_run: MadeRun) -> None:
     for word in ("reward", "versions", "staleness", "idle slots", "trainer"):
         assert any(line.startswith(word) for line in lines), word
     assert any(re.match(rf"steps done \d/{STEPS} [━╺╸]+ starting", line) for line in lines)
-    assert max(len(line) for line in lines if not line.startswith(("run /", "policy: ", "report: "))) <= 80
+    assert max(len(line) for line in lines if not line.startswith(("run /", "policy: ", "best: ", "report: "))) <= 80
 
 
 def test_the_end_has_a_table_and_the_paths(made_run: MadeRun) -> None:
     assert f"{STEPS} of {STEPS}, finished" in made_run.screen
-    for name in ("policy", "report"):
+    for name in ("policy", "best", "report"):
         found = re.search(rf"^{name}: (\S+)", made_run.screen, re.MULTILINE)
         assert found is not None
         assert Path(found[1]).exists()

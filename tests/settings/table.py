@@ -111,7 +111,7 @@ RUN: Table = {
         "settings/test_supervisor.py::test_a_group_has_the_configured_size",
     ),
     "control.steps": Row(
-        "orchestrator.context:Context.drained",
+        "orchestrator.context:Context.__init__",
         "settings/test_supervisor.py::test_no_more_groups_start_than_the_steps_need",
     ),
     "control.max_response_tokens": Row(

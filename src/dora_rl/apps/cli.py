@@ -28,8 +28,15 @@ class _Command(NamedTuple):
 COMMANDS = {
     "init": _Command("init:init", "Write a config file: a short one to start with, or one with every setting."),
     "train": _Command("train:train", "Train a model with reinforcement learning.", settings=True),
+    "quickstart": _Command(
+        "quickstart:quickstart", "Train the small model that comes with the package, in a few minutes.", settings=True
+    ),
     "eval": _Command("evaluate:evaluate", "Evaluate a run's policy, or a model, on held-out prompts."),
     "runs": _Command("runs:runs", "List runs: their progress, reward and accuracy, and whether they are running."),
+    "compare": _Command(
+        "compare:compare",
+        "Compare runs: the settings in which they differ, and their speed, staleness, reward and accuracy.",
+    ),
     "report": _Command(
         "report:report", "Write the report page of a run: curves, lengths, staleness, timeline, samples."
     ),

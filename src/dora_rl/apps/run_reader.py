@@ -22,6 +22,7 @@ import msgspec
 from dora_rl.core.errors import UserError
 from dora_rl.core.types import Nanoseconds, StepId, Version
 from dora_rl.ledger.ledger import DAMAGE, check_schema
+from dora_rl.runtime.checkpoint_manifest import best_version
 from dora_rl.runtime.run_dir import RunDir
 
 State = Literal["finished", "stopped", "running"]
@@ -205,9 +206,17 @@ def is_running(folder: RunDir) -> bool:
 
 
 def policies(folder: RunDir) -> dict[Version, Path]:
-    """Policy folders of the checkpoints by version; for a version saved twice, the later one."""
+    """Policy folders by version: of the checkpoints, for a version saved twice the later one, and of the best."""
     found = sorted(folder.checkpoints.glob("version-*.*/policy"), key=_order)
-    return {_order(path)[0]: path for path in found}
+    best, version = best_policy(folder), best_version(folder.checkpoints)
+    kept = {} if best is None or version is None else {version: best}
+    return kept | {_order(path)[0]: path for path in found}
+
+
+def best_policy(folder: RunDir) -> Path | None:
+    """The policy of the version with the highest held-out accuracy, if it is kept."""
+    path = folder.checkpoints / "best" / "policy"
+    return path if path.is_dir() else None
 
 
 def _order(policy: Path) -> tuple[int, int]:

@@ -63,6 +63,10 @@ class Summary(RunProgress, frozen=True, kw_only=True):
     """Shares of the trainer's time."""
     staleness: dict[int, int]
     """Trained groups by staleness."""
+    mean_staleness: float | None
+    """Over the trained groups; None if there are none."""
+    best: tuple[Version, float] | None
+    """The version with the highest held-out accuracy, the first of several, with its accuracy."""
     latency_in_steps: float | None
     """Mean latency of groups, from admission to their last reward, over the mean time of a step. By Little's law this
     is the mean staleness of groups that are admitted at any time of a step and never wait for the trainer."""
@@ -113,6 +117,8 @@ def summarise(folder: RunDir) -> Summary:
         slots=shares(slots),
         trainer=shares(trainer),
         staleness=dict(sorted(facts.staleness.items())),
+        mean_staleness=_mean_staleness(facts.staleness),
+        best=best_version(metrics.evaluations),
         latency_in_steps=_latency_in_steps(figures),
         most_live=round(max((one.get("rollout/live_versions", 0.0) for one in figures), default=0)),
         moved=facts.moved,
@@ -215,10 +221,21 @@ def _first_and_last(evaluations: dict[Version, dict[str, Any]]) -> Any:
     return tuple((version, evaluations[version][ACCURACY]) for version in (min(evaluations), max(evaluations)))
 
 
+def best_version(evaluations: Mapping[Version, Mapping[str, Any]]) -> tuple[Version, float] | None:
+    """The version with the highest held-out accuracy, with its accuracy; of several, the one with the fewest steps."""
+    scores = {version: result[ACCURACY] for version, result in evaluations.items()}
+    return max(scores.items(), key=lambda one: (one[1], -one[0]), default=None)
+
+
 def _latency_in_steps(figures: Iterable[dict[str, Any]]) -> float | None:
     measured = [one for one in figures if "timing_s/group_latency" in one and "timing_s/step" in one]
     seconds = sum(one["timing_s/step"] for one in measured)
     return sum(one["timing_s/group_latency"] for one in measured) / seconds if seconds else None
+
+
+def _mean_staleness(groups: Mapping[int, int]) -> float | None:
+    count = sum(groups.values())
+    return sum(age * some for age, some in groups.items()) / count if count else None
 
 
 def _mean(values: Iterable[float]) -> float | None:

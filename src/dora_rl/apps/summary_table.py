@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dora_rl.apps.summary import STARTING, Summary
+from dora_rl.core.types import Version
 
 _MANY_WITHOUT_SIGNAL = 0.5
 """Share of groups without signal above which the summary says what to change."""
@@ -25,12 +26,13 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
         ("live versions", f"{summary.most_live} at most"),
         ("requests moved", f"{summary.moved:,}; prefilled again: {summary.reprefilled:,} tokens"),
         ("log-prob gap", _gap(summary)),
-        ("failed trajectories", _counts(summary.failed) or "none"),
+        ("failed trajectories", counts(summary.failed) or "none"),
         *([("groups without signal", _without_signal(summary))] if summary.without_signal else []),
-        ("reward", _change(summary.rewards)),
-        ("held-out accuracy", _accuracy(summary)),
+        ("reward", change(summary.rewards)),
+        ("held-out accuracy", accuracy(summary)),
+        *([("best version", best(summary.best))] if summary.best is not None else []),
         ("ledger", f"{summary.ledger_share:.1%} of the time"),
-        ("processes restarted", _counts(summary.restarts) or "none"),
+        ("processes restarted", counts(summary.restarts) or "none"),
     ]
 
 
@@ -51,12 +53,11 @@ def histogram(staleness: Mapping[int, int]) -> str:
 
 def _staleness(summary: Summary) -> str:
     """`mean 0.75 (0: 25%  1: 75%); latency 0.61 steps`."""
-    staleness = summary.staleness
-    if not staleness:
+    mean = summary.mean_staleness
+    if mean is None:
         return ""
-    mean = sum(age * count for age, count in staleness.items()) / sum(staleness.values())
     latency = "" if summary.latency_in_steps is None else f"; latency {summary.latency_in_steps:.2f} steps"
-    return f"mean {mean:.2f} ({histogram(staleness)}){latency}"
+    return f"mean {mean:.2f} ({histogram(summary.staleness)}){latency}"
 
 
 def idle(slots: Mapping[str, float], most: int = 3) -> str:
@@ -82,7 +83,7 @@ def _gap(summary: Summary) -> str:
 def _without_signal(summary: Summary) -> str:
     """`12 of 40 were replaced (reward 1: 9; reward 0: 3)`, with a hint if most of the generation was for them."""
     count = sum(summary.without_signal.values())
-    rewards = _counts({f"reward {reward:g}": some for reward, some in summary.without_signal.items()})
+    rewards = counts({f"reward {reward:g}": some for reward, some in summary.without_signal.items()})
     text = f"{count} of {summary.groups} were replaced ({rewards})"
     if count <= _MANY_WITHOUT_SIGNAL * summary.groups:
         return text
@@ -90,15 +91,23 @@ def _without_signal(summary: Summary) -> str:
     return f"{text}: MOST OF THE GENERATION TRAINED NOTHING, choose prompts whose rewards are not always {most:g}"
 
 
-def _counts(counts: Mapping[str, int]) -> str:
-    return "; ".join(f"{name}: {count}" for name, count in counts.items())
+def counts(numbers: Mapping[str, int]) -> str:
+    """`timeout: 3; reward raised: 1`."""
+    return "; ".join(f"{name}: {count}" for name, count in numbers.items())
 
 
-def _change(pair: tuple[float, float] | None) -> str:
+def change(pair: tuple[float, float] | None) -> str:
+    """A value in the first and in the last step."""
     return "no steps" if pair is None else f"{pair[0]:.3f} -> {pair[1]:.3f}"
 
 
-def _accuracy(summary: Summary) -> str:
+def best(result: tuple[Version, float]) -> str:
+    """The version with the highest held-out accuracy."""
+    return f"{result[1]:.1%} (v{result[0]})"
+
+
+def accuracy(summary: Summary) -> str:
+    """Held-out accuracy of the first and of the last version evaluated."""
     if summary.accuracy is None:
         return "not evaluated"
     (first, before), (last, after) = summary.accuracy

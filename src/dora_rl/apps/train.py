@@ -36,6 +36,14 @@ if TYPE_CHECKING:
     from dora_rl.runtime.supervisor.run import Run
 
 INTERRUPTED = 130
+# Options that `quickstart` has too.
+RunName = Annotated[str | None, typer.Option(help="Name of the run's folder; default: the current time.")]
+RuntimeName = Annotated[str | None, typer.Option(help="`local`, or `ray` for a cluster: see docs/cluster.md.")]
+RayAddress = Annotated[str | None, typer.Option(help="Address of the Ray cluster: `auto` or HOST:PORT.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, print the config and exit.")]
+NoTrial = Annotated[
+    bool, typer.Option("--no-trial", help="Skip the trial call of the reward or environment on the first problem.")
+]
 STOPPING = "stopping; all finished work is kept. Interrupt again to stop at once."
 
 
@@ -43,13 +51,11 @@ def train(
     context: typer.Context,
     config: Annotated[Path | None, typer.Argument(help="TOML file; `dora-rl init` writes one.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Folder of a run to resume.")] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the run's folder; default: the current time.")] = None,
-    runtime: Annotated[str | None, typer.Option(help="`local`, or `ray` for a cluster: see docs/cluster.md.")] = None,
-    address: Annotated[str | None, typer.Option(help="Address of the Ray cluster: `auto` or HOST:PORT.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print the config and exit.")] = False,
-    no_trial: Annotated[
-        bool, typer.Option("--no-trial", help="Skip the trial call of the reward or environment on the first problem.")
-    ] = False,
+    name: RunName = None,
+    runtime: RuntimeName = None,
+    address: RayAddress = None,
+    dry_run: DryRun = False,
+    no_trial: NoTrial = False,
     log_level: LogLevel = None,
 ) -> None:
     """Train a model with reinforcement learning. Any setting below can be an option: --control.max_staleness 4."""
@@ -60,11 +66,7 @@ def train(
     from dora_rl.runtime.resume import change
     from dora_rl.runtime.run_dir import RunDir
 
-    settings: list[str] = [*context.meta[META]]
-    settings += [f"runtime={runtime}"] if runtime is not None else []
-    settings += [f'ray.address="{address}"'] if address is not None else []
-    # While the run is shown on the terminal, its messages go to the files in `logs` only.
-    settings += [f"logging.level={log_level}"] if log_level is not None else []
+    settings = given_settings(context, runtime, address, log_level)
     if resume is not None:
         folder = RunDir.open(resume)
         need_engine(folder.read())
@@ -74,6 +76,17 @@ def train(
     assert config is not None
     resolved = read_config(config, settings)
     start_run(resolved, config.resolve().parent, name, dry_run=dry_run, trial=not no_trial)
+
+
+def given_settings(
+    context: typer.Context, runtime: str | None, address: str | None, log_level: str | None
+) -> list[str]:
+    """The settings on the command line, with those that have an option of their own."""
+    settings: list[str] = [*context.meta[META]]
+    settings += [f"runtime={runtime}"] if runtime is not None else []
+    settings += [f'ray.address="{address}"'] if address is not None else []
+    # While the run is shown on the terminal, its messages go to the files in `logs` only.
+    return [*settings, *([f"logging.level={log_level}"] if log_level is not None else [])]
 
 
 def start_run(config: RunConfig, base: Path, name: str | None, *, dry_run: bool, trial: bool) -> None:
@@ -230,6 +243,7 @@ def _end(folder: RunDir, console: Console, *, finished: bool) -> None:
 def conclude(folder: RunDir, console: Console) -> None:
     """Print the summary of the run, and where its policy and report are."""
     from dora_rl.apps.report import write_report
+    from dora_rl.apps.run_reader import best_policy
     from dora_rl.apps.summary import summarise
     from dora_rl.apps.summary_table import rows
 
@@ -241,6 +255,6 @@ def conclude(folder: RunDir, console: Console) -> None:
     for row in rows(summary):
         table.add_row(*map(escape, row))
     console.print(table, highlight=False)
-    for name, path in (("policy", summary.policy), ("report", folder.report)):
+    for name, path in (("policy", summary.policy), ("best", best_policy(folder)), ("report", folder.report)):
         if path is not None:
             console.print(f"{name}: {path}", highlight=False, markup=False, soft_wrap=True)

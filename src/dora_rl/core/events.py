@@ -206,6 +206,12 @@ class BoundChanged(Event, frozen=True, kw_only=True):
     max_staleness: int
 
 
+class StepsChanged(Event, frozen=True, kw_only=True):
+    """The run is asked for more steps than before; one that had finished goes on."""
+
+    steps: int
+
+
 class Tick(Event, frozen=True, kw_only=True):
     """Time has passed, and a timer that the orchestrator set may be due."""
 
@@ -232,5 +238,6 @@ AnyEvent = (
     | TrainerLost
     | TrainerReady
     | BoundChanged
+    | StepsChanged
     | Tick
 )

@@ -32,7 +32,7 @@ class Terms(NamedTuple):
     mixes_versions: bool
     """Mode `partial`: a trajectory may have tokens of several versions."""
     steps: int | None
-    """The number of steps that was asked for; None: as many as the prompts suffice for."""
+    """The number of steps that was asked for at the start; None: as many as the prompts suffice for."""
     dynamic_sampling: int = 0
     """Groups without signal are replaced if they are among the first so many times B groups of their version."""
 
@@ -83,6 +83,7 @@ class Auditor:
         self.moved = self.arrived = self.resumed = self.prefilled = 0
         self.instances_lost = self.trainers_lost = 0
         self._bound = terms.max_staleness
+        self._steps_asked = terms.steps
         self._prompts_ended = False
         self._admitted: set[str] = set()
         self._of_version: Counter[Version] = Counter()
@@ -143,6 +144,8 @@ class Auditor:
                 self.instances_lost += 1
             case e.BoundChanged(max_staleness=bound):
                 self._bound = bound
+            case e.StepsChanged(steps=steps):
+                self._change_steps(steps)
             case _:
                 pass
 
@@ -171,6 +174,18 @@ class Auditor:
                 self._check_without_signal(command)
             case _:
                 pass
+
+    def _change_steps(self, steps: int) -> None:
+        """Another number of steps is asked for: no fewer than before, and no more than that were trained by then."""
+        if self._steps_asked is None or steps < self._steps_asked:
+            self._report(f"{steps} steps are asked for, fewer than before")
+        self.problems += self._excess_steps()
+        self._steps_asked = steps
+
+    def _excess_steps(self) -> list[str]:
+        if self._steps_asked is None or self.steps <= self._steps_asked:
+            return []
+        return [f"{self.steps} steps were trained, and {self._steps_asked} were asked for"]
 
     def _start(self, command: c.StartGroup) -> None:
         key = command.prompt.key
@@ -313,7 +328,7 @@ class Auditor:
     @property
     def finished(self) -> bool:
         """The run has done all that was asked for."""
-        enough = self.terms.steps is not None and self.steps >= self.terms.steps
+        enough = self._steps_asked is not None and self.steps >= self._steps_asked
         exhausted = self._prompts_ended and len(self.offered) == len(self.groups)
         return (enough or exhausted) and all(self.outcome(group) != "live" for group in range(len(self.groups)))
 
@@ -330,9 +345,8 @@ class Auditor:
         for step in sorted(self.batches)[:-1]:
             if len(self.batches[step]) != self.terms.groups_per_step:
                 yield f"step {step} has {len(self.batches[step])} groups and is not the last"
-        if self.terms.steps is not None and self.steps > self.terms.steps:
-            yield f"{self.steps} steps were trained, and {self.terms.steps} were asked for"
-        if self.terms.steps is not None and self.steps == self.terms.steps:
+        yield from self._excess_steps()
+        if self._steps_asked is not None and self.steps == self._steps_asked:
             live = [group for group in range(len(self.groups)) if self.outcome(group) == "live"]
             if live:
                 yield f"all steps are done, and groups {live[:5]} have not ended"

@@ -152,9 +152,9 @@ class Admission:
         """Assert that admission stays within the bound and that a held-back group has a timer."""
         context = self._context
         limit = (context.policy.staleness + 1) * context.config.groups_per_step
-        if context.config.steps is not None:
+        if context.steps is not None:
             kept = context.groups.kept
-            assert kept <= context.config.steps * context.config.groups_per_step, f"{kept} groups are too many"
+            assert kept <= context.steps * context.config.groups_per_step, f"{kept} groups are too many"
         # Groups admitted under a larger bound may exceed the limit of a smaller one; then nothing is admitted.
         live = context.groups.live
         assert live <= limit or not context.allowance(), f"{live} groups are untrained, and admission is open"

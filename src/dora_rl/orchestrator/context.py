@@ -20,6 +20,8 @@ class Context:
     def __init__(self, config: ControlConfig) -> None:
         self.config = config
         self.mode = config.mode_spec
+        self.steps = config.steps
+        """Steps that are asked for; None: as many as the prompts suffice for."""
         self.policy: AdmissionPolicy = self.mode.policy(config.groups_per_step, config.staleness)
         self.groups = GroupTable(
             config.group_size, config.min_survivors, config.dynamic_sampling * config.groups_per_step
@@ -65,8 +67,8 @@ class Context:
         if self.newest is None:
             return 0
         allowed = self.policy.allowance(self.groups)
-        if self.config.steps is not None:
-            allowed = min(allowed, self.config.steps * self.config.groups_per_step - self.groups.kept)
+        if self.steps is not None:
+            allowed = min(allowed, self.steps * self.config.groups_per_step - self.groups.kept)
         return max(0, allowed)
 
     @property
@@ -103,9 +105,9 @@ class Context:
         """No further group will ever be admitted."""
         if self.prompts_ended and not self.prompts:
             return True
-        if self.config.steps is None:
+        if self.steps is None:
             return False
-        return self.groups.trained >= self.config.steps * self.config.groups_per_step
+        return self.groups.trained >= self.steps * self.config.groups_per_step
 
     def check(self) -> None:
         """Assert the invariants of the shared state."""

@@ -75,6 +75,7 @@ class Orchestrator:
             e.TrainerLost: self._on_trainer_lost,
             e.TrainerReady: self._on_trainer_ready,
             e.BoundChanged: self._on_bound_changed,
+            e.StepsChanged: self._on_steps_changed,
             e.Tick: lambda _: False,
         }
 
@@ -84,6 +85,8 @@ class Orchestrator:
         assert now >= context.now, "time ran backwards"
         if isinstance(event, e.BoundChanged):
             self._check_bound(event.max_staleness)  # before anything is touched: a run survives a refusal
+        elif isinstance(event, e.StepsChanged):
+            self._check_steps(event.steps)
         context.now = now
         context.commands = []
         if not self._started:
@@ -107,6 +110,11 @@ class Orchestrator:
     def wake_at(self) -> Nanoseconds | None:
         """When a `Tick` is due; None once there is nothing left to do."""
         return None if self.finished else self._context.timers.next_due()
+
+    @property
+    def prompts_used_up(self) -> bool:
+        """All prompts that there are have been admitted, so that more steps would find none."""
+        return self._context.prompts_ended and not self._context.prompts
 
     @property
     def finished(self) -> bool:
@@ -330,6 +338,17 @@ class Orchestrator:
 
     def _on_bound_changed(self, event: e.BoundChanged) -> bool:
         self._context.policy.change_bound(event.max_staleness)
+        return True
+
+    def _check_steps(self, steps: int) -> None:
+        before = self._context.steps
+        if before is None or steps < before:
+            asked = "all that its prompts suffice for" if before is None else before
+            raise ConfigError(f"'steps': {steps} is fewer than the run was asked for before ({asked})")
+
+    def _on_steps_changed(self, event: e.StepsChanged) -> bool:
+        """Groups that are admitted already stay as they are, so what is trained so far is the same."""
+        self._context.steps = event.steps
         return True
 
     # -- deadlines --------------------------------------------------------------------------------------------

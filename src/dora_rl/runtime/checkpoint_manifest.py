@@ -79,6 +79,30 @@ def checkpoint_problems(
             continue
         for file, problem in differences(expected, found).items():
             yield f"checkpoint {name}: {file} {problem}"
+    yield from _best_problems(written, directory / "best")
+
+
+def _best_problems(written: Iterable[CheckpointSaved], best: Path) -> Iterator[str]:
+    """Where the best policy differs from that of the checkpoint that it was taken from."""
+    if not best.exists():
+        return
+    version = best_version(best.parent)
+    if version is None:
+        yield "checkpoint best: version.json can't be read"
+        return
+    found = tree_digests(best / "policy", "policy/")
+    problems = [differences(policy(one), found) for one in written if one.version == version]
+    if all(problems):
+        problem = "is not in the ledger" if not problems else next(f"{a} {b}" for a, b in problems[-1].items())
+        yield f"checkpoint best, of version {version}: {problem}"
+
+
+def best_version(directory: Path) -> Version | None:
+    """The version whose policy is kept as the best; None if there is none."""
+    try:
+        return int(json.loads((directory / "best" / "version.json").read_text())["version"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _order(name: str) -> tuple[int, int]:

@@ -36,7 +36,17 @@ if TYPE_CHECKING:
     from dora_rl.runtime.config import RunConfig
     from dora_rl.runtime.run_dir import RunDir
 
-CHANGEABLE = ("rollout.instances", "rollout.engine.probe_tolerance", "runtime", "ray", "mismatch", "logging.level")
+STEPS = "control.steps"
+"""Can grow, by an event of the orchestrator; the event log begins with the first value."""
+CHANGEABLE = (
+    "rollout.instances",
+    "rollout.engine.probe_tolerance",
+    STEPS,
+    "runtime",
+    "ray",
+    "mismatch",
+    "logging.level",
+)
 """Settings, or sections of settings, in which `config.json` may differ from what the run was started with."""
 BOUND = "control.max_staleness"
 """Can change too, but only by an event of the orchestrator; `config.json` keeps the first value."""
@@ -66,6 +76,8 @@ class Provenance:
         self._notify = notify
         self._pending: list[AnyRunRecord] = []
         self._files: FilesSeen | None = None
+        self.first_steps = config.control.steps
+        """The number of steps that the run was started with."""
 
     def check(self) -> None:
         """Compare with the ledger before anything is done; `record` writes what is new."""
@@ -77,6 +89,7 @@ class Provenance:
                 raise IntegrityError(f"{self._run_dir.ledger} has no record of the run's settings; put back a copy")
             self._pending.append(configured(base, config))
         else:
+            self.first_steps = begun.config["control"]["steps"]
             if base != begun.base:
                 raise UserError(
                     f"{self._run_dir.config} has the base directory '{base}', but the run was started with "

@@ -7,7 +7,7 @@ metrics.jsonl   the metrics of each step
 samples.jsonl   a few responses per step as text
 activity.jsonl  what slots and trainer spent their time on, in windows
 weights/        published versions that are still needed
-checkpoints/    what training is resumed from; `policy/` in each is for users
+checkpoints/    what training is resumed from; `policy/` in each is for users, `best/` has that of the best version
 logs/           logs of the supervisor and of each worker
 tensorboard/    the metrics for TensorBoard
 report.html     the report about the run
@@ -116,7 +116,7 @@ class RunDir:
         return settings
 
     def write(self, config: RunConfig) -> None:
-        """Continue with another configuration; the section of the orchestrator must stay the same."""
+        """Continue with another configuration; of the section of the orchestrator only `steps` may differ."""
         self._write(config, self.base())
 
     def _write(self, config: RunConfig, base: Path) -> None:

@@ -105,8 +105,12 @@ class EvaluationClient:
 
     def version_published(self, version: Version) -> None:
         """Evaluate the version, if that is due."""
-        if version % self._every == 0 or version == self._last:
+        if self.is_due(version):
             self.evaluate(version)
+
+    def is_due(self, version: Version) -> bool:
+        """Whether a version is evaluated when it is published."""
+        return not self._given_up and (version % self._every == 0 or version == self._last)
 
     def evaluate(self, version: Version) -> None:
         """Evaluate a version after those that were requested before it."""

@@ -23,12 +23,12 @@ def first_trajectory(version: Version, count: int) -> TrajectoryId:
     return _FIRST + version * count
 
 
-def evaluated_versions(metrics: Path) -> set[Version]:
-    """Versions whose evaluation is complete, from the metrics that a run has written."""
+def held_out_accuracy(metrics: Path) -> dict[Version, float]:
+    """Accuracy of the versions whose evaluation is complete, from the metrics that a run has written."""
     if not metrics.exists():
-        return set()
+        return {}
     records = [json.loads(line) for line in metrics.read_bytes().splitlines() if line.startswith(b'{"evaluation"')]
-    return {record["evaluation"] for record in records}
+    return {record["evaluation"]: record["eval/held_out/accuracy"] for record in records}
 
 
 def held_out_problems(config: RunConfig, base: Path, dataset: Dataset | None = None) -> Sequence[Problem]:

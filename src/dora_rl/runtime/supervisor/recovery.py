@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from dora_rl.core.errors import IntegrityError
+from dora_rl.core.errors import IntegrityError, UserError
 from dora_rl.core.interfaces import Projection
 from dora_rl.core.types import Version
 from dora_rl.orchestrator.orchestrator import Orchestrator
+from dora_rl.runtime.resume import steps_problem
 from dora_rl.runtime.supervisor.replay import replay
 from dora_rl.trainer import checkpoint
 
@@ -43,6 +44,21 @@ def recover(
     _check_checkpoints(run_dir, orchestrator)
     if not orchestrator.finished:
         _check_weights(run_dir, config, state.held)
+
+
+def check_extension(run_dir: RunDir, config: RunConfig, orchestrator: Orchestrator, state: RunState) -> None:
+    """Refuse another number of steps that the run can't have; its config then keeps the number before."""
+    problem = steps_problem(state.steps, config.control.steps)
+    if not problem and orchestrator.prompts_used_up:
+        problem = "the data of the run is used up, so it can't have more steps: start a new run from its policy"
+    if not problem and orchestrator.finished and state.held - set(run_dir.store(config).versions()):
+        problem = (
+            'the run has finished, and its weights were in memory only (weights = "memory"), so it can\'t have more '
+            "steps: start a new run from its policy"
+        )
+    if problem:
+        run_dir.write(config.model_copy(update={"control": config.control.model_copy(update={"steps": state.steps})}))
+        raise UserError(problem)
 
 
 def _check_checkpoints(run_dir: RunDir, orchestrator: Orchestrator) -> None:

@@ -27,13 +27,14 @@ from dora_rl.runtime.launch.machine import Machine
 from dora_rl.runtime.launch.process_manager import ProcessManager
 from dora_rl.runtime.provenance import Provenance
 from dora_rl.runtime.run_dir import RunDir
+from dora_rl.runtime.supervisor.best_policy import BestPolicy
 from dora_rl.runtime.supervisor.evaluation_client import EvaluationClient
 from dora_rl.runtime.supervisor.evaluation_sessions import EvaluationSessions
 from dora_rl.runtime.supervisor.failure_guard import FailureGuard
-from dora_rl.runtime.supervisor.held_out import evaluated_versions, held_out_problems
+from dora_rl.runtime.supervisor.held_out import held_out_accuracy, held_out_problems
 from dora_rl.runtime.supervisor.metrics import MetricsRecorder
 from dora_rl.runtime.supervisor.prompt_source import PromptSource
-from dora_rl.runtime.supervisor.recovery import recover
+from dora_rl.runtime.supervisor.recovery import check_extension, recover
 from dora_rl.runtime.supervisor.run_state import RunState
 from dora_rl.runtime.supervisor.scaling import Scaling
 from dora_rl.runtime.supervisor.supervisor import Supervisor, session_limits
@@ -98,13 +99,16 @@ class Run:
         self._provenance = Provenance(run_dir, config, self._ledger, notify)
         self._provenance.check()
 
-        self.orchestrator = Orchestrator(control)
+        self.orchestrator = Orchestrator(control.model_copy(update={"steps": self._provenance.first_steps}))
         trajectories = TrajectoryStore(PromptSource(self.dataset), self.tokenization.encode, control.group_size)
-        state = self._state = RunState(control.staleness)
+        state = self._state = RunState(control.staleness, self._provenance.first_steps)
         failures = FailureGuard(control, trajectories)
         projections = (trajectories, state, failures)
         recover(run_dir, config, self.orchestrator, self._ledger, projections, trajectories, state)
         failures.reset()
+        self._extended = control.steps != state.steps
+        if self._extended:
+            check_extension(run_dir, config, self.orchestrator, state)
 
         origin = machine.clock() - state.at
         self._processes = ProcessManager(run_dir, config, self._backend, origin, state.incarnations)
@@ -131,21 +135,28 @@ class Run:
             clock=machine.clock,
         )
         if config.evaluation.every:
-            self.supervisor.evaluation = self._evaluation(self._processes)
+            evaluation = self.supervisor.evaluation = self._evaluation(self._processes)
+            best = BestPolicy(run_dir.checkpoints, evaluation.is_due, held_out_accuracy(run_dir.metrics))
+            self.supervisor.best = self.supervisor.trainer.best = best
         self._provenance.record(state.at)
 
     def run(self, on_event: Callable[[], None] = lambda: None) -> None:
         """Run until nothing is left to do, or the supervisor is stopped; `on_event` is called after each event."""
         try:
+            steps = self.config.control.steps
+            changed: list[e.Event] = []
+            if self._extended and steps is not None:
+                changed.append(e.StepsChanged(steps=steps))
             if self._state.at:
-                self.supervisor.evaluate_again(self._store, evaluated_versions(self.run_dir.metrics))
-                changed = [] if self._bound is None else [e.BoundChanged(max_staleness=self._bound)]
+                self.supervisor.evaluate_again(self._store, set(held_out_accuracy(self.run_dir.metrics)))
+                changed += [] if self._bound is None else [e.BoundChanged(max_staleness=self._bound)]
                 self.supervisor.resume([*self._state.losses(_RESTARTED), *changed], [*self._state.open_commands()])
-            if not self.orchestrator.finished or not self._saved() or self.supervisor.evaluating:
+            else:
+                self.supervisor.resume(changed, [])
+            finished = self.orchestrator.finished and not self._extended
+            if not finished or not self._saved() or self.supervisor.evaluating:
                 self.supervisor.start(
-                    None
-                    if self.orchestrator.finished
-                    else Scaling(self.run_dir, self._backend, self.supervisor.instances_changed)
+                    None if finished else Scaling(self.run_dir, self._backend, self.supervisor.instances_changed)
                 )
                 drive(_Observed(self.orchestrator, on_event), self.supervisor)
         finally:

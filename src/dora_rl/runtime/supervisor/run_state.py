@@ -1,7 +1,7 @@
 """What the supervisor derives from the event log besides trajectories: versions, instances, and work that is open.
 
-It is a projection: live it provides the newest version and the bound in force; when a run is resumed it says which
-processes are gone and which commands still have no answer.
+It is a projection: live it provides the newest version, the bound and the number of steps in force; when a run is
+resumed it says which processes are gone and which commands still have no answer.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from dora_rl.core.types import InstanceId, Nanoseconds, TrajectoryId, Version
 class RunState:
     """The state of one run."""
 
-    def __init__(self, max_staleness: int) -> None:
+    def __init__(self, max_staleness: int, steps: int | None = None) -> None:
         self.at: Nanoseconds = 0
         """Time of the last event."""
         self.newest: Version | None = None
         """The newest published version."""
         self.bound = max_staleness
         """The staleness bound under which groups are admitted."""
+        self.steps = steps
+        """The number of steps that are asked for; None: as many as the prompts suffice for."""
         self.held: set[Version] = set()
         """Versions that were published and not retired."""
         self.incarnations: dict[str, int] = {}
@@ -48,6 +50,8 @@ class RunState:
                 self._fetch = None
             case e.BoundChanged(max_staleness=bound):
                 self.bound = bound
+            case e.StepsChanged(steps=steps):
+                self.steps = steps
             case e.Published(version=version):
                 self.newest = version if self.newest is None else max(self.newest, version)
                 self.held.add(version)

@@ -51,6 +51,7 @@ from dora_rl.runtime.transport import messages as m
 
 if TYPE_CHECKING:
     from dora_rl.ledger.ledger import Ledger
+    from dora_rl.runtime.supervisor.best_policy import BestPolicy
     from dora_rl.runtime.supervisor.evaluation_client import EvaluationClient, EvaluationResult
     from dora_rl.weights.store import WeightStore
 
@@ -121,6 +122,7 @@ class Supervisor:
                 self.reward.emit_score,
             )
         self.evaluation: EvaluationClient | None = None
+        self.best: BestPolicy | None = None
         self._retirement = Retirement(store, processes.backend)
         self._cores = CoreSharing(processes, self.rollout, self.trainer, overlap=config.control.mode_spec.overlaps)
         self._executors = self._routes()
@@ -221,6 +223,8 @@ class Supervisor:
     def evaluated(self, result: EvaluationResult) -> None:
         """Record the result of an evaluation."""
         self._metrics.evaluated(result, self.now())
+        if self.best is not None:
+            self.best.evaluated(result.version, result.accuracy)
 
     @property
     def evaluating(self) -> bool:

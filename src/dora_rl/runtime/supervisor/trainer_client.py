@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from dora_rl.ledger.ledger import Ledger
     from dora_rl.orchestrator.bound_control import BoundControl
     from dora_rl.runtime.config import RunConfig
+    from dora_rl.runtime.supervisor.best_policy import BestPolicy
     from dora_rl.runtime.supervisor.client import Hooks
     from dora_rl.runtime.supervisor.metrics import MetricsRecorder
     from dora_rl.runtime.supervisor.run_state import RunState
@@ -67,6 +68,7 @@ class TrainerClient:
         self._ledger = ledger
         self._metrics = metrics
         self._bound_control = bound_control
+        self.best: BestPolicy | None = None
         self._mismatch = Mismatch(config, hooks.notify)
         self._worker: WorkerProcess | None = None
         self.ranks: list[WorkerProcess] = []
@@ -192,6 +194,8 @@ class TrainerClient:
 
     def _checkpoint_written(self, message: m.CheckpointWritten) -> None:
         """A restored checkpoint is recorded only if it is unknown: files on disk must not vouch for themselves."""
+        if self.best is not None:
+            self.best.checkpoint_written(message.name)
         if message.restored and (message.name in self._ledger.checkpoints or not message.files):
             return
         self._ledger.record(checkpoint_saved(message.name, message.files, message.kept), self._hooks.now())
