@@ -156,7 +156,7 @@ def run_targets(runs: dict[str, Any]) -> list[Target]:
 
 
 def _median(runs: list[dict[str, Any]], key: str) -> float:
-    return statistics.median(one[key] for one in runs)
+    return statistics.median(float(one[key]) for one in runs)
 
 
 # -- tables -------------------------------------------------------------------------------------------------------
