@@ -25,6 +25,7 @@ from dora_rl.envs import pickled_code
 from dora_rl.envs.config import DataConfig
 from dora_rl.envs.data import plain, problem
 from dora_rl.envs.row_readers import Row
+from dora_rl.models.loading import ModelConfig, load_tokenizer
 
 # -- functions --------------------------------------------------------------------------------------------------
 
@@ -137,3 +138,56 @@ def data_source(given: object, file: Path, columns: Mapping[str, Any], argument:
     if not count:
         raise ConfigError(f"`{argument}` has no rows")
     return str(file.resolve())
+
+
+# -- models -----------------------------------------------------------------------------------------------------
+
+
+def model_path(model: object, tokenizer: object, base: Path, folder: Path) -> str:
+    """The path or hub name of a model; a module, or a model with another tokenizer, is put into `folder`."""
+    if isinstance(model, str | Path):
+        local = base / Path(model).expanduser()
+        path = str(local.resolve()) if local.exists() else str(model)  # a name on the hub, or a path that is refused
+        return path if tokenizer is None else _with_tokenizer(path, tokenizer, folder)
+    if not hasattr(model, "save_pretrained"):
+        raise UserError(f"`model` must be a path, a hub name or a model of transformers, not {type(model).__name__}")
+    if hasattr(model, "peft_config"):
+        raise UserError("`model` has an adapter: pass model.merge_and_unload(), and set 'trainer.lora' for a new one")
+    if tokenizer is None:
+        raise UserError("a model in memory has no tokenizer: pass `tokenizer` too")
+    folder.mkdir(parents=True)
+    _quiet_transformers()
+    model.save_pretrained(folder)  # as safetensors, which is all that transformers 5 writes
+    _save_tokenizer(tokenizer, folder)
+    return str(folder.resolve())
+
+
+def _with_tokenizer(path: str, tokenizer: object, folder: Path) -> str:
+    """A folder with the files of a local model and another tokenizer."""
+    if not Path(path).is_dir():
+        raise UserError(
+            f"`tokenizer` needs a model in a folder or in memory, and '{path}' is neither: download it first"
+        )
+    folder.mkdir(parents=True)
+    _save_tokenizer(tokenizer, folder)
+    for file in Path(path).iterdir():
+        if file.is_file() and not file.name.startswith(_TOKENIZER_FILES) and not (folder / file.name).exists():
+            (folder / file.name).symlink_to(file)
+    return str(folder.resolve())
+
+
+_TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")
+
+
+def _save_tokenizer(tokenizer: object, folder: Path) -> None:
+    if isinstance(tokenizer, str | Path):
+        tokenizer = load_tokenizer(ModelConfig(path=str(tokenizer)))
+    if not hasattr(tokenizer, "save_pretrained"):
+        raise UserError(f"`tokenizer` must be a path, a hub name or a tokenizer, not {type(tokenizer).__name__}")
+    tokenizer.save_pretrained(folder)
+
+
+def _quiet_transformers() -> None:
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]

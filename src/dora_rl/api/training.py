@@ -19,7 +19,7 @@ from rich.console import Console
 
 from dora_rl.api.callbacks import Callbacks
 from dora_rl.api.config import DoraConfig
-from dora_rl.api.inputs import code_names, data_source
+from dora_rl.api.inputs import code_names, data_source, model_path
 from dora_rl.api.run import Run
 from dora_rl.apps.train import Ready, checked, conclude, discarding, drive_run, need_engine
 from dora_rl.core.errors import UserError
@@ -28,6 +28,8 @@ from dora_rl.runtime.preflight import check_out
 from dora_rl.runtime.run_dir import RunDir
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     from dora_rl.runtime.config import RunConfig
 
 RewardFunction: TypeAlias = str | Callable[..., Any]
@@ -35,11 +37,12 @@ Rows: TypeAlias = str | Path | Iterable[Mapping[str, Any]]
 
 
 def train(
-    model: str | Path | None = None,
+    model: str | Path | PreTrainedModel | None = None,
     reward_funcs: RewardFunction | Sequence[RewardFunction] | None = None,
     train_dataset: Rows | None = None,
     *,
     config: DoraConfig | None = None,
+    tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
     eval_dataset: Rows | None = None,
     environment: str | Callable[..., Any] | None = None,
     callbacks: Iterable[object] = (),
@@ -52,7 +55,9 @@ def train(
 
     Arguments take the place of what the config says.
 
-    - `model`: a folder with safetensors, or a name on the hub;
+    - `model`: a folder with safetensors, a name on the hub, or a model of `transformers` in memory, which is saved to
+      the run directory and stays as it is;
+    - `tokenizer`: that of a model in memory, or one that takes the place of a folder's own;
     - `reward_funcs`: what a response is worth: functions with the signatures of TRL, verl or `f(prompt, completion,
       answer)`, from any module, script or notebook, or names as in `reward.functions`; the reward is their sum,
       weighted by `reward.weights`;
@@ -76,6 +81,7 @@ def train(
         "reward_funcs": reward_funcs,
         "train_dataset": train_dataset,
         "config": config,
+        "tokenizer": tokenizer,
         "eval_dataset": eval_dataset,
         "environment": environment,
         "out": out,
@@ -146,7 +152,8 @@ def _supplied(folder: RunDir, settings: DoraConfig, given: Mapping[str, Any]) ->
     supplied: dict[str, Any] = {}
     model = given["model"] if given["model"] is not None else settings.settings.get("model", {}).get("path")
     if model is not None:
-        supplied["model.path"] = _model_path(str(model), Path.cwd() if given["model"] is not None else settings.base)
+        base = settings.base if given["model"] is None else Path.cwd()
+        supplied["model.path"] = model_path(model, given["tokenizer"], base, folder.inputs / "model")
     functions = given["reward_funcs"]
     if functions is not None:
         several = [functions] if isinstance(functions, str) or callable(functions) else functions
@@ -167,12 +174,6 @@ def _supplied(folder: RunDir, settings: DoraConfig, given: Mapping[str, Any]) ->
         source = data_source(given["eval_dataset"], folder.inputs / "eval.jsonl", columns, "eval_dataset")
         supplied["evaluation.data"] = {**columns, "source": source}
     return supplied
-
-
-def _model_path(path: str, base: Path) -> str:
-    """A local model by its full path; anything else may be a name on the hub."""
-    local = base / Path(path).expanduser()
-    return str(local.resolve()) if local.exists() else path
 
 
 def _check_callbacks(config: RunConfig, observer: Callbacks) -> None:
