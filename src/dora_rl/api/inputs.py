@@ -94,7 +94,7 @@ def worker_path(folder: str, python_path: str) -> list[str]:
 
 def _stored(code: object, folder: Path, argument: str) -> Path:
     try:
-        return pickled_code.store(code, folder, by_value=True).resolve()
+        return pickled_code.store(code, folder).resolve()
     except UserError:
         raise
     except Exception as error:

@@ -6,16 +6,19 @@ later, read them. Invariants:
 - the name of a file is the digest of its content, and a config has that name: a file with any other content is refused
   before anything of it is executed.
 
-Functions are stored by value, with what they refer to in their own script; modules that they import are named only, so
-the folders in which the writer finds its modules are stored with them.
+Functions are stored by value, with what they refer to in their own script or module; other modules that they import are
+named only, so the folders in which the writer finds its modules are stored with them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import sys
+import sysconfig
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -40,21 +43,17 @@ class _Header(msgspec.Struct, frozen=True, kw_only=True):
     folders: tuple[str, ...]
 
 
-def store(code: Any, folder: Path, *, by_value: bool) -> Path:
-    """Write code to a file in this folder; `by_value` also if its module could be imported here."""
+def store(code: Any, folder: Path) -> Path:
+    """Write code to a file in this folder."""
     if importlib.util.find_spec("cloudpickle") is None:
         raise UserError("functions without an import path need cloudpickle: pip install 'dora-rl[train]'")
     import cloudpickle
 
-    module = sys.modules.get(getattr(code, "__module__", None) or "")
-    registered = by_value and module is not None and module.__name__ != "__main__"
-    if registered:
-        cloudpickle.register_pickle_by_value(module)
-    try:
+    with contextlib.ExitStack() as undo:
+        for module in _own_modules(code):
+            cloudpickle.register_pickle_by_value(module)
+            undo.callback(cloudpickle.unregister_pickle_by_value, module)
         pickled = cloudpickle.dumps(code)
-    finally:
-        if registered:
-            cloudpickle.unregister_pickle_by_value(module)
     folders = tuple(str(Path(entry).resolve()) for entry in sys.path)
     content = msgspec.json.encode(_Header(python=_python(), folders=folders)) + b"\n" + pickled
     folder.mkdir(parents=True, exist_ok=True)
@@ -88,6 +87,19 @@ def load(stored: StoredCode) -> Any:
     import cloudpickle
 
     return cloudpickle.loads(stored.pickled)
+
+
+def _own_modules(code: Any) -> list[ModuleType]:
+    """The modules that define the code, unless they are installed: workers may not find them, or find other ones."""
+    parts = [code, getattr(code, "func", None), getattr(code, "__self__", None)]  # those of a partial or a method
+    names = {getattr(part, "__module__", None) or "" for part in parts} - {"__main__"}
+    installed = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
+    found = []
+    for module in (sys.modules[name] for name in sorted(names & sys.modules.keys())):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and not any(Path(file).is_relative_to(folder) for folder in installed):
+            found.append(module)
+    return found
 
 
 def _digest(content: bytes) -> str:
