@@ -476,7 +476,7 @@ RUN: Table = {
         "settings/test_supervisor.py::test_restarts_follow_the_configured_limit_and_backoff",
     ),
     "runtime": Row(
-        "apps.train:start_run", "test_cli.py::test_a_missing_ray_gives_the_install_command_before_the_run_starts"
+        "apps.train:checked", "test_cli.py::test_a_missing_ray_gives_the_install_command_before_the_run_starts"
     ),
     "ray": Row("runtime.launch.ray.init:cluster", why=SECTION),
     "ray.address": Row(

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 from rich.console import Console
@@ -27,12 +27,13 @@ from dora_rl.core.config import build, override, read_toml
 from dora_rl.core.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from dora_rl.runtime.config import RunConfig
     from dora_rl.runtime.launch.fork_server import ForkServer
     from dora_rl.runtime.preflight import Prepared
     from dora_rl.runtime.run_dir import RunDir
+    from dora_rl.runtime.supervisor.metrics import RunObserver
     from dora_rl.runtime.supervisor.run import Run
 
 INTERRUPTED = 130
@@ -45,6 +46,16 @@ NoTrial = Annotated[
     bool, typer.Option("--no-trial", help="Skip the trial call of the reward or environment on the first problem.")
 ]
 STOPPING = "stopping; all finished work is kept. Interrupt again to stop at once."
+
+
+class Ready(NamedTuple):
+    """What the checks before a run have made; a resumed run has none of it."""
+
+    prepared: Prepared | None = None
+    fork_server: ForkServer | None = None
+
+
+_NOTHING = Ready()
 
 
 def train(
@@ -91,38 +102,54 @@ def given_settings(
 
 def start_run(config: RunConfig, base: Path, name: str | None, *, dry_run: bool, trial: bool) -> None:
     """Check everything; then print the config, or create the run directory and run to the end."""
-    from dora_rl.runtime.launch.fork_server import ForkServer
-    from dora_rl.runtime.launch.ray.init import need_ray
-    from dora_rl.runtime.preflight import check
     from dora_rl.runtime.run_dir import RunDir
 
-    if config.runtime == "ray":
-        need_ray()
-    need_engine(config)
     RunDir.check_name(name)
-    with contextlib.ExitStack() as undo:
-        early: list[ForkServer] = []
-
-        def start() -> None:
-            """Let the fork server import torch while this process does."""
-            if config.runtime == "local" and not dry_run:
-                early.append(ForkServer(None))
-                undo.callback(early[0].close)
-
-        prepared = check(config, base, trial=trial, notify=_notify, meanwhile=start)
+    with checked(config, base, trial=trial, notify=_notify, start=not dry_run) as ready:
         if dry_run:
             print_config(config)
             return
         folder = RunDir.create(config, base, name)
-        try:
-            run_to_end(folder, fork_server=early[0] if early else None, prepared=prepared)
-        except UserError:
-            _discard_unstarted(folder)
-            raise
+        with discarding(folder):
+            run_to_end(folder, ready=ready)
+
+
+@contextlib.contextmanager
+def checked(
+    config: RunConfig, base: Path, *, trial: bool, notify: Callable[[str], None], start: bool = True
+) -> Iterator[Ready]:
+    """Check everything that needs no run directory. With `start`, a fork server imports torch while this process does;
+    it ends with the block."""
+    from dora_rl.runtime.launch.fork_server import ForkServer
+    from dora_rl.runtime.launch.ray.init import need_ray
+    from dora_rl.runtime.preflight import check
+
+    if config.runtime == "ray":
+        need_ray()
+    need_engine(config)
+    with contextlib.ExitStack() as undo:
+        early: list[ForkServer] = []
+
+        def start_fork_server() -> None:
+            if config.runtime == "local" and start:
+                early.append(ForkServer(None))
+                undo.callback(early[0].close)
+
+        prepared = check(config, base, trial=trial, notify=notify, meanwhile=start_fork_server)
+        yield Ready(prepared, early[0] if early else None)
+
+
+@contextlib.contextmanager
+def discarding(folder: RunDir) -> Iterator[None]:
+    """Remove the run if its engine or trainer refuses it before its first group starts."""
+    try:
+        yield
+    except UserError:
+        _discard_unstarted(folder)
+        raise
 
 
 def _discard_unstarted(folder: RunDir) -> None:
-    """Remove a run that its engine or trainer refused before its first group started."""
     from dora_rl.core.commands import StartGroup
     from dora_rl.ledger.ledger import connect, read_events
 
@@ -166,66 +193,83 @@ def _notify(text: str) -> None:
 
 
 def run_to_end(
+    folder: RunDir, console: Console | None = None, *, bound: int | None = None, ready: Ready = _NOTHING
+) -> None:
+    """Run until the end or an interrupt, and print the result; a new run passes what its checks have made."""
+    console = console or Console()
+
+    def abort() -> None:
+        console.show_cursor()  # the panel hides it
+        os._exit(INTERRUPTED)  # the workers end with their supervisor
+
+    finished = drive_run(folder, console, bound=bound, ready=ready, abort=abort)
+    _end(folder, console, finished=finished)
+
+
+def drive_run(
     folder: RunDir,
-    console: Console | None = None,
+    console: Console,
     *,
     bound: int | None = None,
-    fork_server: ForkServer | None = None,
-    prepared: Prepared | None = None,
-) -> None:
-    """Run until the end or an interrupt; a new run passes the `fork_server` and what was `prepared` for its checks."""
+    ready: Ready = _NOTHING,
+    abort: Callable[[], None],
+    observe: Callable[[Run], RunObserver] | None = None,
+) -> bool:
+    """Run until the end; False if it was stopped before. The first interrupt stops it, the second calls `abort`."""
     from dora_rl.runtime.launch.ray.init import need_ray
 
-    console = console or Console()
     say = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
     say(f"run {folder.path}")
     if folder.read().runtime == "ray":
         need_ray()
         from dora_rl.apps.ray_run import run_on_ray
 
-        _end(folder, console, finished=run_on_ray(folder, console, bound))
-        return
-    run = _make_run(folder, say, bound, fork_server, prepared)
+        return run_on_ray(folder, console, bound)
+    run = _make_run(folder, say, bound, ready)
+    if observe is not None:
+        run.metrics.observers.append(observe(run))
     from dora_rl.apps.progress_panel import ProgressPanel
 
     def interrupt(*_: object) -> None:
         if run.supervisor.stopping:
-            console.show_cursor()  # the panel hides it
-            os._exit(INTERRUPTED)  # the workers end with their supervisor
+            abort()
+            return
         run.supervisor.stopping = True
         # In another thread: the interrupt may have come in the middle of a line, which would be printed twice.
         text = STOPPING
         threading.Thread(target=say, args=(text,)).start()
 
+    with _handling(interrupt), ProgressPanel(run, console) as watch:
+        run.run(watch)
+    return run.orchestrator.finished or not run.supervisor.stopping
+
+
+@contextlib.contextmanager
+def _handling(interrupt: Callable[..., None]) -> Iterator[None]:
+    """Handle interrupts; in a thread there are none, since Python delivers signals to the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        with ProgressPanel(run, console) as watch:
-            run.run(watch)
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    _end(folder, console, finished=run.orchestrator.finished or not run.supervisor.stopping)
 
 
-def _make_run(
-    folder: RunDir,
-    say: Callable[[str], None],
-    bound: int | None,
-    fork_server: ForkServer | None,
-    prepared: Prepared | None,
-) -> Run:
+def _make_run(folder: RunDir, say: Callable[[str], None], bound: int | None, ready: Ready) -> Run:
     """The run, ready to start."""
     from dora_rl.runtime.launch.fork_server import ForkServer
     from dora_rl.runtime.launch.machine import Machine
 
     # It imports torch while this process does.
-    fork_server = fork_server or ForkServer(folder.logs / "fork_server.log")
+    fork_server = ready.fork_server or ForkServer(folder.logs / "fork_server.log")
     try:
         from dora_rl.runtime.supervisor.run import Run
 
-        return Run(
-            folder, notify=say, bound=bound, machine=Machine(fork_server=fork_server.with_log), prepared=prepared
-        )
+        machine = Machine(fork_server=fork_server.with_log)
+        return Run(folder, notify=say, bound=bound, machine=machine, prepared=ready.prepared)
     except BaseException:
         fork_server.close()
         raise

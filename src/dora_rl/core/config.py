@@ -70,15 +70,35 @@ def override(tree: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, A
         key, equals, text = assignment.partition("=")
         if not equals or not key.strip():
             raise ConfigError(f"'{assignment}' is not an assignment: write key=value")
-        *sections, leaf = key.strip().split(".")
-        node = result
-        for section in sections:
-            child = node.setdefault(section, {})
-            if not isinstance(child, dict):
-                raise ConfigError(f"'{key.strip()}' can't be set: '{section}' is a value, not a section")
-            node = child
+        node, leaf = _section(result, key.strip())
         node[leaf] = _value(text.strip())
     return result
+
+
+def merge(tree: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy the tree and set values by their dotted names; a section is merged, so that its other keys are kept."""
+    result = _copy(tree)
+    for key, value in settings.items():
+        given = value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
+        node, leaf = _section(result, key)
+        before = node.get(leaf)
+        if isinstance(given, Mapping):
+            node[leaf] = merge(before if isinstance(before, Mapping) else {}, given)
+        else:
+            node[leaf] = given
+    return result
+
+
+def _section(tree: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
+    """The section that a dotted name is in, which is made if it is missing, and the last part of the name."""
+    *sections, leaf = key.split(".")
+    node = tree
+    for section in sections:
+        child = node.setdefault(section, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"'{key}' can't be set: '{section}' is a value, not a section")
+        node = child
+    return node, leaf
 
 
 def build(kind: type[C], tree: Mapping[str, Any], source: str = "config") -> C:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from dora_rl.envs.builtins import NAMES
 from dora_rl.envs.config import DataConfig
+from dora_rl.envs.pickled_code import SUFFIX
 
 _DATA = {".jsonl", ".json", ".parquet"}
 
@@ -54,7 +55,7 @@ def _source(name: str, folder: Path) -> Iterator[Path]:
     module, colon, _ = name.rpartition(":")
     if not colon or name in NAMES or name.startswith("format:"):
         return
-    if module.endswith(".py"):
+    if module.endswith((".py", SUFFIX)):
         yield folder / module
     else:
         yield from _module(module, [*sys.path, str(folder.resolve())])

@@ -1,4 +1,4 @@
-"""Loads the code that a config names: `FILE.py:name` or `module:name`.
+"""Loads the code that a config names: `FILE.py:name`, `module:name`, or `FILE.pickle:name` (`pickled_code`).
 
 Relative files are looked for in the config's folder, which is also importable, so that the files of a task can import
 each other. A name that can't be loaded is the user's mistake, whatever the file does when it is imported.
@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from dora_rl.core.errors import ConfigError
+from dora_rl.envs import pickled_code
 
 
 def named_object(name: str, folder: Path) -> Any:
@@ -23,6 +24,8 @@ def named_object(name: str, folder: Path) -> Any:
     if not colon or not source or not attribute:
         raise ConfigError(f"'{name}' names no code: write FILE.py:function or module:function")
     importable(folder)
+    if source.endswith(pickled_code.SUFFIX):
+        return _pickled(folder / source, attribute)
     module = _file(folder / source) if source.endswith(".py") else _module(source)
     found: Any = module
     for part in attribute.split("."):
@@ -80,3 +83,15 @@ def _file(path: Path) -> ModuleType:
             raise
         raise ConfigError(f"cannot import {path}: {one_line(error)}") from error
     return module
+
+
+def _pickled(path: Path, name: str) -> Any:
+    stored = pickled_code.read(path)
+    for folder in stored.folders:
+        importable(Path(folder))
+    try:
+        return pickled_code.load(stored)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise ConfigError(f"cannot load the function '{name}' from {path}: {one_line(error)}") from error

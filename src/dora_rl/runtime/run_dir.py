@@ -8,6 +8,7 @@ samples.jsonl   a few responses per step as text
 activity.jsonl  what slots and trainer spent their time on, in windows
 weights/        published versions that are still needed
 checkpoints/    what training is resumed from; `policy/` in each is for users, `best/` has that of the best version
+inputs/         functions, rows and models that a Python program passed to `dora_rl.train`
 logs/           logs of the supervisor and of each worker
 tensorboard/    the metrics for TensorBoard
 report.html     the report about the run
@@ -49,6 +50,7 @@ class RunDir:
         self.activity = path / "activity.jsonl"
         self.weights = path / "weights"
         self.checkpoints = path / "checkpoints"
+        self.inputs = path / "inputs"
         self.logs = path / "logs"
         self.tensorboard = path / "tensorboard"
         self.report = path / "report.html"
@@ -58,9 +60,15 @@ class RunDir:
     @classmethod
     def create(cls, config: RunConfig, base: Path, name: str | None = None) -> RunDir:
         """Make a new directory below the config's `out`, with the config; its other paths are relative to `base`."""
+        run_dir = cls.reserve(Path(config.out), name)
+        run_dir.begin(config, base)
+        return run_dir
+
+    @classmethod
+    def reserve(cls, parent: Path, name: str | None = None) -> RunDir:
+        """Make a new directory below `parent`; it is that of a run once `begin` has written its config."""
         cls.check_name(name)
         stem = name or time.strftime("%Y%m%d-%H%M%S")
-        parent = Path(config.out)
         path = parent / stem
         for number in range(2, 1000):
             if not path.exists():
@@ -69,11 +77,18 @@ class RunDir:
         run_dir = cls(path)
         try:
             run_dir.logs.mkdir(parents=True)
-            run_dir._write(config, base.resolve())
         except OSError as error:
             shutil.rmtree(path, ignore_errors=True)
             raise UserError(unwritable(parent, error)) from error
         return run_dir
+
+    def begin(self, config: RunConfig, base: Path) -> None:
+        """Write the config of a new run; its paths are relative to `base`."""
+        try:
+            self._write(config, base.resolve())
+        except OSError as error:
+            shutil.rmtree(self.path, ignore_errors=True)
+            raise UserError(unwritable(self.path.parent, error)) from error
 
     @staticmethod
     def check_name(name: str | None) -> None:

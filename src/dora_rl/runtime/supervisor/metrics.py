@@ -35,6 +35,19 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
+class RunObserver(Protocol):
+    """Is told what is recorded, in the supervisor's process, as soon as it is written. It must not raise."""
+
+    def sampled(self, sample: dict[str, Any]) -> None:
+        """A response was written to `samples.jsonl`."""
+
+    def published(self, version: Version, metrics: dict[str, float] | None) -> None:
+        """A version was published, with the metrics of its step; None if no step led to it or they are not known."""
+
+    def evaluated(self, version: Version, metrics: dict[str, float]) -> None:
+        """The evaluation of a version is complete."""
+
+
 class MetricsRecorder:
     """The metrics of one run, since this supervisor started."""
 
@@ -51,6 +64,7 @@ class MetricsRecorder:
         files = (run_dir.metrics, run_dir.samples, run_dir.activity)
         self._metrics, self._samples, self._activity = map(_append, files)
         self._trackers = trackers
+        self.observers: list[RunObserver] = []
         self._decode = decode
         self._samples_per_step = samples
         starting = IdleCause(reason=IdleReason.STARTING)
@@ -153,6 +167,8 @@ class MetricsRecorder:
         self._published_at = now
         self._step_time.clear()
         self._step_moved = 0
+        for observer in self.observers:
+            observer.published(version, figures)
 
     def evaluated(self, result: EvaluationResult, now: Nanoseconds) -> None:
         """Write the result of an evaluation."""
@@ -164,6 +180,8 @@ class MetricsRecorder:
             "eval/held_out/failed": float(result.failed),
         }
         self._write({"evaluation": result.version, "version": result.version, "time": round(now / SECOND, 3)}, figures)
+        for observer in self.observers:
+            observer.evaluated(result.version, figures)
 
     def settle(self, now: Nanoseconds) -> None:
         """Write the trainer's window of time up to now."""
@@ -216,6 +234,8 @@ class MetricsRecorder:
                 "stop": one.ended,
             }
             self._line(self._samples, record)
+            for observer in self.observers:
+                observer.sampled(record)
 
     def _window(self, who: str, start: Nanoseconds, end: Nanoseconds, shares: Sequence[TimeShare]) -> None:
         rows = [[share.label, share.version, share.cause, share.spent] for share in shares]

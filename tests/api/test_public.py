@@ -1,0 +1,81 @@
+"""The public API does not change unnoticed, and importing the package is cheap."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import dora_rl
+
+STORED = Path(__file__).with_name("public_api.txt")
+
+
+def described() -> Iterator[str]:
+    """One line for each public name, and for each public member of a class."""
+    for name in dora_rl.__all__:
+        found = getattr(dora_rl, name)
+        if inspect.isclass(found) and issubclass(found, Exception):
+            yield f"{name}({found.__mro__[1].__name__})"
+        elif inspect.isclass(found):
+            # The constructor of a protocol is not its own.
+            yield name if getattr(found, "_is_protocol", False) else f"{name}{inspect.signature(found)}"
+            yield from (f"{name}.{line}" for line in _members(found))
+        elif callable(found):
+            yield f"{name}{inspect.signature(found)}"
+        else:
+            yield name
+
+
+def _members(kind: type) -> Iterator[str]:
+    for name, member in sorted(vars(kind).items()):
+        if name.startswith("_"):
+            continue
+        if isinstance(member, property):
+            assert member.fget is not None
+            yield f"{name}: {inspect.signature(member.fget).return_annotation}"
+        elif callable(member) or isinstance(member, classmethod):
+            yield f"{name}{inspect.signature(getattr(kind, name))}"
+
+
+def test_the_public_api_is_the_stored_one() -> None:
+    """After a deliberate change: `python -m tests.api.test_public` writes the file again."""
+    assert "\n".join(described()) + "\n" == STORED.read_text()
+
+
+def test_every_public_name_is_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    assert [name for name in dora_rl.__all__ if f"`{name}" not in page and f"dora_rl.{name}" not in page] == []
+    for name in dora_rl.__all__:
+        found = getattr(dora_rl, name)
+        assert not callable(found) or found.__doc__, name
+
+
+def test_the_package_lists_its_names_and_refuses_others() -> None:
+    assert set(dora_rl.__all__) <= set(dir(dora_rl))
+    assert set(dora_rl._HOMES) == set(dora_rl.__all__) - {"__version__"}
+    with pytest.raises(AttributeError, match="module 'dora_rl' has no attribute 'trian'"):
+        dora_rl.trian  # noqa: B018
+
+
+def test_importing_the_package_imports_nothing_else_and_its_names_need_no_torch() -> None:
+    program = """
+import sys
+import dora_rl
+loaded = [name for name in sys.modules if name.startswith("dora_rl.")]
+assert not loaded, loaded
+assert not {"pydantic", "msgspec", "numpy", "rich"} & sys.modules.keys()
+sys.modules["torch"] = sys.modules["transformers"] = None  # any import of them raises
+for name in dora_rl.__all__:
+    getattr(dora_rl, name)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+
+
+if __name__ == "__main__":
+    STORED.write_text("\n".join(described()) + "\n")
