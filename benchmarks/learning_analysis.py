@@ -5,7 +5,7 @@
 - Differences are taken between runs of one seed, which share the prompts and the held-out problems, so that what a
   seed does to both arms cancels out. Their interval is Student's t.
 - At equal seconds, both runs of a pair are scored at the moment at which the faster of the two ends. A pair counts
-  only if both runs had the same number of cores.
+  only if both runs had the same number of cores and began on a quiet machine.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
+QUIET = 3.0
+"""Load average at the beginning of a run above which its seconds are not compared: another run, or the tests, went on
+beside it. A run that follows another one begins with a load of about 2."""
 LAST = 3
 """Number of evaluations that a score averages."""
 _T = (
@@ -130,7 +133,7 @@ def over_the_curve(one: Run, other: Run) -> float | None:
 
 
 def at_equal_seconds(one: Run, other: Run) -> float | None:
-    if one.cores != other.cores:
+    if one.cores != other.cores or max(one.load, other.load) > QUIET:
         return None
     seconds = min(one.curve[-1].seconds, other.curve[-1].seconds)
     return score_at(one.curve, seconds) - score_at(other.curve, seconds)

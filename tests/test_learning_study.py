@@ -119,6 +119,7 @@ def test_at_equal_seconds_both_runs_are_scored_when_the_faster_one_ends() -> Non
     assert at_equal_seconds(fast, slow) == pytest.approx(score(fast.curve) - 0.55)
     assert at_equal_seconds(slow, fast) == pytest.approx(0.55 - score(fast.curve))
     assert at_equal_seconds(fast, replace(slow, cores=2)) is None
+    assert at_equal_seconds(fast, replace(slow, load=3.5)) is None
     assert score_at(slow.curve, -1.0) == pytest.approx(0.4)
     assert score_at(slow.curve, 1e6) == score(slow.curve)
 
