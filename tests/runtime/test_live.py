@@ -23,7 +23,9 @@ import time
 class Waits:
     '''Answers no faster than new versions start, and holds some groups until three versions have started.
 
-    No group generates before version 0 has groups on all instances, since one or two instances have no room for all.
+    No group generates before version 0 has groups on all instances, since one or two instances have no room for all
+    that the staleness bound allows. Just-in-time admission may give an instance that joins late nothing, so the run
+    admits eagerly.
     Then the first group of a version on each of two instances is held until three versions have started. Of the other
     groups, one step's worth is answered for each version that has started. So no version is skipped, versions 0 and 1
     occupy all instances, and one of the first three versions gets its slot by a move, in any order of the instances.
@@ -104,10 +106,8 @@ def test_three_versions_are_live_and_make_room_by_moving_parked_trajectories(
         "reward": {"functions": []},
         "rollout": {"instances": 3, "engine": {"max_requests": 3 * GROUP}},
     }
-    tree = merged(
-        settings(base, steps=STEPS, max_staleness=3, groups_per_step=BATCH, group_size=GROUP, max_response_tokens=70),
-        changes,
-    )
+    control = {"max_staleness": 3, "groups_per_step": BATCH, "group_size": GROUP, "admission": "eager"}
+    tree = merged(settings(base, steps=STEPS, max_response_tokens=70, **control), changes)
     run = host.start(make_run(base, "live", tree))
     assert broken(run, run.wait(), STEPS) == []
     assert live(run.folder) >= 3
