@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from dora_rl.core.commands import StartGroup
 from dora_rl.core.events import Generated, Moved, Parked, TrajectoryFailed
@@ -106,7 +107,12 @@ def test_three_versions_are_live_and_make_room_by_moving_parked_trajectories(
         "reward": {"functions": []},
         "rollout": {"instances": 3, "engine": {"max_requests": 3 * GROUP}},
     }
-    control = {"max_staleness": 3, "groups_per_step": BATCH, "group_size": GROUP, "admission": "eager"}
+    control: dict[str, Any] = {
+        "max_staleness": 3,
+        "groups_per_step": BATCH,
+        "group_size": GROUP,
+        "admission": "eager",
+    }
     tree = merged(settings(base, steps=STEPS, max_response_tokens=70, **control), changes)
     run = host.start(make_run(base, "live", tree))
     assert broken(run, run.wait(), STEPS) == []
