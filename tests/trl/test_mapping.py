@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 
+import dora_rl.trl
 from dora_rl import ConfigError
 from dora_rl.trl import GRPOConfig
 from dora_rl.trl.fields import FIELDS, FORMER, TRL_VERSION
@@ -254,6 +257,34 @@ def test_the_defaults_are_the_algorithm_of_trl() -> None:
     assert resolved(device="cuda").trainer.precision == "bfloat16"
     assert resolved(balance=0.5).trainer.moe.auxiliary_loss == 0.5
     assert resolved(balance=0.5, router_aux_loss_coef=0.0).trainer.moe.auxiliary_loss == 0.0
+
+
+def test_a_config_needs_no_torch() -> None:
+    program = """
+import sys
+sys.modules["torch"] = sys.modules["transformers"] = None  # any import of them raises
+from dora_rl.trl import GRPOConfig
+GRPOConfig(beta=0.1)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    with pytest.raises(AttributeError, match="has no attribute 'SFTTrainer'"):
+        dora_rl.trl.SFTTrainer  # noqa: B018
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_command_line_parsers_read_the_config() -> None:
+    trl = pytest.importorskip("trl")
+    parser = trl.TrlParser((GRPOConfig,))
+    line = '--output_dir here --learning_rate 1e-3 --max_staleness 2 --dora {"seed":7} --reward_weights 1 2'
+    line += ' --generation_kwargs {"top_k":3} --report_to tensorboard'
+    (args,) = parser.parse_args_and_config(line.split())
+    config = resolved(**args.to_dict())
+    assert (config.control.max_staleness, config.seed, config.sampling.top_k) == (2, 7, 3)
+    assert (config.reward.weights, config.logging.tensorboard, config.out) == ([1.0, 2.0], True, "here")
+    (args,) = parser.parse_args_and_config(["--max_staleness", "auto", "--scale_rewards", "none"])
+    assert resolved(**args.to_dict()).trainer.algorithm.name == "dr_grpo"
+    assert args.max_staleness == "auto"
 
 
 def test_settings_of_dora_come_first() -> None:

@@ -26,8 +26,10 @@ SMALL: dict[str, Any] = {
 ROWS = [{"prompt": f"{number}+1=", "length": number} for number in range(1, 9)]
 
 
-def odd(completions: list[str], length: list[int], **_: Any) -> list[float]:
+def odd(completions: list[str], length: list[int], log_metric: Any, log_extra: Any, **_: Any) -> list[float]:
     assert len(length) == len(completions)
+    log_extra("read", [f"<{text}>" for text in completions])
+    log_metric("length", sum(length) / len(length))
     return [sum(letter in "13579" for letter in text) / 8 for text in completions]
 
 
@@ -154,6 +156,12 @@ def test_callbacks_stop_a_run_and_it_is_resumed(model: str, tmp_path: Path) -> N
     assert [log["reward"] for log in logs] == pytest.approx([sum(means[:2]) / 2, sum(means[2:]) / 2])
     assert [log["step"] for log in resumed.state.log_history if "eval_reward" in log] == [0.0, 4.0]
     assert ("evaluate", 0) in [*first.calls, *second.calls]
+
+    samples = list(resumed.run.samples())
+    assert all(sample["reward_notes"] == {"odd/read": f"<{sample['response']}>"} for sample in samples)
+    of_first = [sample["reward_components"]["odd/length"] for sample in samples if sample["step"] == 0]
+    assert len(of_first) == 4  # all of them: two groups of two
+    assert resumed.run.metrics[0]["reward/odd/length/mean"] == pytest.approx(sum(of_first) / 4)
 
     found = resumed.evaluate()
     (last,) = [one for one in resumed.run.evaluations if one["version"] == 4]

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sized
 from pathlib import Path
 from typing import Any
 
-from dora_rl.core.config import merge
 from dora_rl.core.errors import UserError
 from dora_rl.envs.builtins import NAMES as BUILTIN_REWARDS
 
@@ -66,11 +65,10 @@ def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
         return {}
 
 
-def row_count(dataset: Any, dora: Mapping[str, Any]) -> int | None:
-    """The rows that are trained; None if their number is not known."""
+def row_count(dataset: Any, data: Mapping[str, Any]) -> int | None:
+    """The rows that are trained, with these settings of the data; None if their number is not known."""
     if not isinstance(dataset, Sized) or isinstance(dataset, str | Mapping):
         return None
-    data = merge({}, dora).get("data", {})
     rows = min(len(dataset), data.get("limit") or len(dataset))
     return rows - int(data.get("held_out", 0))
 

@@ -1,5 +1,6 @@
 """The settings of TRL's `GRPOConfig`, with TRL's names, order and defaults, and two settings of our own.
 
+The annotations are what the command-line parsers of TRL and transformers read, which take the second type of a union.
 What becomes of each field is said in one place, the table in `dora_rl.trl.fields`. A field that dora-rl has no
 equivalent for is refused here, by name, as soon as its value differs from TRL's default.
 """
@@ -11,8 +12,9 @@ import enum
 import functools
 import json
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any
 
+from dora_rl.core.config import merge
 from dora_rl.core.errors import ConfigError
 from dora_rl.trl.fields import FORMER, check_refused
 
@@ -36,7 +38,7 @@ class GRPOConfig:
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-08
-    optim_target_modules: str | list[str] | None = None
+    optim_target_modules: list[str] | str | None = None
     gradient_accumulation_steps: int = 1
     average_tokens_across_devices: bool = True
     max_grad_norm: float = 1.0
@@ -68,12 +70,12 @@ class GRPOConfig:
     log_level: str = "passive"
     log_level_replica: str = "warning"
     disable_tqdm: bool | None = None
-    report_to: str | list[str] | None = "none"
+    report_to: list[str] | str | None = "none"
     run_name: str | None = None
     project: str = "huggingface"
     trackio_space_id: str | None = None
     trackio_bucket_id: str | None = None
-    trackio_static_space_id: str | bool | None = None
+    trackio_static_space_id: str | None = None
     eval_strategy: str = "no"
     eval_steps: float | None = None
     eval_delay: float = 0
@@ -186,7 +188,7 @@ class GRPOConfig:
     importance_sampling_level: str = "token"
     reward_weights: list[float] | None = None
     multi_objective_aggregation: str = "sum_then_normalize"
-    scale_rewards: str | bool = "group"
+    scale_rewards: str = "group"
     loss_type: str = "dapo"
     mask_truncated_completions: bool = False
     sync_ref_model: bool = False
@@ -217,9 +219,9 @@ class GRPOConfig:
     vllm_importance_sampling_cap: float | None = None
 
     # -- of dora-rl ---------------------------------------------------------------------------------------------
-    max_staleness: int | Literal["auto"] = 3
-    """By how many steps a group may be older than the step that trains it; 0 is synchronous, as TRL is."""
-    dora: dict[str, Any] = field(default_factory=dict)
+    max_staleness: int | str | None = 3
+    """By how many steps a group may be older than the step that trains it, or "auto"; 0 is synchronous, as TRL is."""
+    dora: dict[str, Any] | str | None = None
     """Settings of a `DoraConfig`, as sections or dotted names. They come before what the other fields say."""
 
     def __post_init__(self) -> None:
@@ -232,8 +234,15 @@ class GRPOConfig:
             value = getattr(self, each.name)
             if isinstance(value, str) and "dict[" in str(each.type):  # from a command line
                 setattr(self, each.name, _parsed(each.name, value))
+        if isinstance(self.max_staleness, str) and self.max_staleness.isdecimal():
+            self.max_staleness = int(self.max_staleness)
         if self.metric_for_best_model is not None and self.greater_is_better is None:
             self.greater_is_better = not self.metric_for_best_model.endswith("loss")  # as in transformers
+
+    @property
+    def own_settings(self) -> dict[str, Any]:
+        """What `dora` has, as a tree of sections."""
+        return merge({}, self.dora if isinstance(self.dora, dict) else {})
 
     def to_dict(self) -> dict[str, Any]:
         """All fields by name."""

@@ -45,8 +45,8 @@ class Situation:
 
 
 def translate(args: GRPOConfig, situation: Situation) -> tuple[dict[str, Any], Schedule]:
-    """The settings of a `DoraConfig` and the schedule; `args.dora` comes before what the fields say."""
-    own = merge({}, args.dora)
+    """The settings of a `DoraConfig` and the schedule; `dora` of it comes before what the fields say."""
+    own = args.own_settings
     ranks = _ranks(own)
     plan = schedule(args, situation.rows, ranks)
     settings = {
@@ -187,7 +187,8 @@ def _algorithm(args: GRPOConfig, ranks: int) -> Settings:
 
 def _name(args: GRPOConfig) -> str:
     """The algorithm with TRL's advantage and loss; its other defaults are all set by the caller."""
-    scale = {True: "group", False: "none"}.get(args.scale_rewards, args.scale_rewards)  # type: ignore[call-overload]
+    given: Any = args.scale_rewards  # TRL takes True and False too
+    scale = given if isinstance(given, str) else "group" if given else "none"
     if scale not in ("group", "none"):
         raise _refuse("scale_rewards", args.scale_rewards, "the nearest is the algorithm 'reinforce_pp_baseline'")
     level = args.importance_sampling_level

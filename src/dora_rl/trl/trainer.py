@@ -81,7 +81,7 @@ class GRPOTrainer:
         tree, self._schedule = translate(
             args,
             Situation(
-                rows=row_count(train_dataset, args.dora),
+                rows=row_count(train_dataset, args.own_settings.get("data", {})),
                 evaluates=eval_dataset is not None,
                 device=torch_device(),
                 expert_balance=declared or 0.0,
@@ -198,12 +198,7 @@ class GRPOTrainer:
             self._processing_class = load_tokenizer(ModelConfig(path=str(self._given)))
         return self._processing_class
 
-    @property
-    def is_fsdp_enabled(self) -> bool:
-        """Scripts ask before they save; `save_model` needs no preparation here."""
-        return False
-
-    def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
+    def save_model(self, output_dir: str | Path | None = None) -> None:
         """Write the newest policy and the tokenizer to a folder, by default `args.output_dir`; of LoRA, the adapter."""
         if self.run is None or self.run.policy_path is None:
             raise UserError("there is no policy to save yet: call `train` first")

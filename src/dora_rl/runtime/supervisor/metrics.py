@@ -241,6 +241,7 @@ class MetricsRecorder:
                 "tokens": one.length,
                 "reward": one.reward,
                 "reward_components": one.reward_components,
+                "reward_notes": one.reward_notes,
                 "stop": one.ended,
             }
             self._line(self._samples, record)
