@@ -17,9 +17,13 @@ from dora_rl.trl import GRPOConfig
 from dora_rl.trl.fields import FIELDS, FORMER, TRL_VERSION
 from tests.trl.conftest import resolved
 
-VLLM = {"use_vllm": True}
-EVAL = {"eval_strategy": "steps", "eval_steps": 4}
-SLICED = {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 16}
+VLLM: dict[str, Any] = {"use_vllm": True}
+EVAL: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 4}
+SLICED: dict[str, Any] = {
+    "steps_per_generation": 2,
+    "gradient_accumulation_steps": 1,
+    "per_device_train_batch_size": 16,
+}
 
 # For each mapped field: settings that differ in it from the others, which together change all that it is said to set.
 EXAMPLES: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
@@ -171,7 +175,7 @@ REFUSED: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", [name for name, entry in FIELDS.items() if entry.kind == "refused"])
 def test_a_refused_field_is_refused_by_name_with_what_to_do(name: str) -> None:
-    default = GRPOConfig.__dataclass_fields__[name].default
+    default: Any = GRPOConfig.__dataclass_fields__[name].default
     value = REFUSED.get(name, not default if isinstance(default, bool) else 0.5 if default is None else 2)
     with pytest.raises(ConfigError) as caught:
         GRPOConfig(**{name: value})
@@ -235,9 +239,9 @@ def test_an_evaluation_strategy_needs_a_dataset() -> None:
 
 def test_unknown_and_former_names_are_refused() -> None:
     with pytest.raises(ConfigError, match="no field 'num_generation': did you mean 'num_generations'"):
-        GRPOConfig(num_generation=4)
+        GRPOConfig(num_generation=4)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="no field 'max_prompt_length': TRL has removed it"):
-        GRPOConfig(max_prompt_length=4)
+        GRPOConfig(max_prompt_length=4)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="'model_init_kwargs' must be a dict or one in JSON"):
         GRPOConfig(model_init_kwargs="float32")
     assert GRPOConfig("here", 4, model_init_kwargs='{"dtype": "float32"}').model_init_kwargs == {"dtype": "float32"}

@@ -11,6 +11,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+from safetensors.torch import load_file
+
+from dora_rl import Run
 from dora_rl.trl.fields import counts, markdown
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +41,14 @@ def test_the_examples_work(job: Path, tmp_path: Path) -> None:
             [sys.executable, name], cwd=tmp_path, capture_output=True, text=True, timeout=1000, check=False
         )
         assert done.returncode == 0, f"{name}: {done.stderr}"
-    assert (tmp_path / "Qwen3-GRPO" / "model.safetensors").exists()
+        if name == "grpo.py":
+            (run,) = (path.parent for path in (tmp_path / "Qwen3-GRPO").glob("*/config.json"))
+            records = Run.open(run).metrics
+            assert [record["step"] for record in records] == [0, 1]
+            assert done.stdout.splitlines()[-1] == str(records[-1]["reward/mean"])
+            saved = load_file(tmp_path / "Qwen3-GRPO" / "model.safetensors")
+            before = load_file(job / "model" / "model.safetensors")
+            assert any(not torch.equal(saved[key], before[key]) for key in before), "the saved policy is not trained"
 
 
 def test_other_pages_link_to_it() -> None:

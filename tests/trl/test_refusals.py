@@ -53,7 +53,7 @@ def test_arguments(
     arguments: dict[str, Any], sentence: str, job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    given = {"model": str(job / "model"), "reward_funcs": ones, "train_dataset": ROWS} | arguments
+    given: dict[str, Any] = {"model": str(job / "model"), "reward_funcs": ones, "train_dataset": ROWS} | arguments
     with pytest.raises(UserError) as caught:
         GRPOTrainer(**given)
     assert sentence in str(caught.value)
@@ -122,7 +122,7 @@ def test_which_tokenizer_is_stored(job: Path) -> None:
     assert given_tokenizer(path, own) is own
     model = AutoModelForCausalLM.from_pretrained(path)
     assert given_tokenizer(model, own) is own
-    assert len(given_tokenizer(model, None)) == len(own)
+    assert given_tokenizer(model, None).get_vocab() == own.get_vocab()  # type: ignore[union-attr]
     model.config._name_or_path = ""
     with pytest.raises(UserError, match="pass `processing_class`"):
         given_tokenizer(model, None)

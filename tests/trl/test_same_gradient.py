@@ -38,7 +38,7 @@ def test_the_gradient_is_that_of_trl(name: str, tmp_path: Path) -> None:
     peer = trl_trainer(peer_model, batch, tmp_path, **CASES[name])
     inputs = scored_inputs(peer, batch)
     model = llama()
-    size = {"num_generations": len(batch[0].trajectories), "per_device_train_batch_size": 16}
+    size: dict[str, Any] = {"num_generations": len(batch[0].trajectories), "per_device_train_batch_size": 16}
     config = resolved(max_staleness=0, **CASES[name], **size)
     made = trainer(
         model,

@@ -100,7 +100,13 @@ def test_what_is_no_whole_number_of_steps_is_refused(settings: dict[str, Any], s
 
 
 def test_counts_in_updates_become_steps() -> None:
-    settings = {"num_iterations": 2, "max_steps": 40, "eval_strategy": "steps", "eval_steps": 10, "save_steps": 0.5}
+    settings: dict[str, Any] = {
+        "num_iterations": 2,
+        "max_steps": 40,
+        "eval_strategy": "steps",
+        "eval_steps": 10,
+        "save_steps": 0.5,
+    }
     config = resolved(**settings)
     assert (config.control.steps, config.evaluation.every, config.checkpoint.every) == (20, 5, 10)
     assert config.checkpoint.keep == 4

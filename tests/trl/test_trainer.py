@@ -1,10 +1,8 @@
-"""Real runs of `GRPOTrainer`: a script in the shape of TRL's, callbacks, resuming, LoRA, conversations."""
+"""Real runs of `GRPOTrainer`: callbacks, resuming, LoRA, conversations. test_page.py has a whole script."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +54,7 @@ class Recorder(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         self.logs.append(logs)
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **_: Any) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
         assert metrics.keys() & {"eval_reward", "test_reward"}
         self.calls.append(("evaluate", 0))
 
@@ -66,40 +64,6 @@ class Recorder(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.calls.append(("end", state.global_step))
-
-
-SCRIPT = '''
-from datasets import Dataset
-from dora_rl.trl import GRPOConfig, GRPOTrainer
-
-dataset = Dataset.from_dict({"prompt": [f"{a}*{b}=" for a in range(1, 5) for b in range(1, 5)]})
-
-
-def variety(completions, **kwargs):
-    """Answers with many different characters are worth more."""
-    return [len(set(completion)) / 10 for completion in completions]
-
-
-training_args = GRPOConfig(output_dir="tiny-GRPO", max_steps=2, max_completion_length=8, logging_steps=1)
-trainer = GRPOTrainer(model="tiny", reward_funcs=variety, args=training_args, train_dataset=dataset)
-trainer.train()
-trainer.save_model()
-print(trainer.state.log_history[-1]["reward"], trainer.model.num_parameters())
-'''
-
-
-def test_a_script_trains_with_one_import_changed(job: Path, tmp_path: Path) -> None:
-    (tmp_path / "tiny").symlink_to(job / "model")
-    (tmp_path / "script.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=1000, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    (run,) = [path.parent for path in (tmp_path / "tiny-GRPO").glob("*/config.json")]
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records] == [0, 1]
-    assert done.stdout.splitlines()[-1].split()[0] == str(records[-1]["reward/mean"])
-    AutoModelForCausalLM.from_pretrained(tmp_path / "tiny-GRPO")
 
 
 @pytest.fixture

@@ -230,10 +230,11 @@ class GRPOConfig:
             if isinstance(value, enum.Enum):  # such as SchedulerType.COSINE of transformers
                 setattr(self, each.name, value.value)
         check_refused(self)
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if isinstance(value, str) and "dict[" in str(each.type):  # from a command line
-                setattr(self, each.name, _parsed(each.name, value))
+        # Not `Field.type`, which command-line parsers change.
+        for name, annotation in type(self).__annotations__.items():
+            value = getattr(self, name)
+            if isinstance(value, str) and "dict[" in annotation:  # from a command line
+                setattr(self, name, _parsed(name, value))
         if isinstance(self.max_staleness, str) and self.max_staleness.isdecimal():
             self.max_staleness = int(self.max_staleness)
         if self.metric_for_best_model is not None and self.greater_is_better is None:

@@ -267,11 +267,11 @@ FORMER: Mapping[str, str] = {
 """Names that scripts still have, and what to do about them."""
 
 _HARMLESS: Mapping[str, tuple[Any, ...]] = {
-    "optim": ("adamw_torch", "adamw_torch_fused"),
-    "tf32": (None, False),
-    "trackio_static_space_id": (None, False),
-    "include_num_input_tokens_seen": ("no", False),
-    "debug": ("", [], ()),
+    "optim": ("adamw_torch",),
+    "tf32": (False,),
+    "trackio_static_space_id": (False,),
+    "include_num_input_tokens_seen": (False,),
+    "debug": ([],),
 }
 """Values beside the default that ask for nothing else than the default does."""
 
@@ -284,7 +284,7 @@ def check_refused(config: Any) -> None:
             continue
         value = getattr(config, each.name)
         default = each.default if each.default is not MISSING else None
-        if value == default or value in _HARMLESS.get(each.name, ()):
+        if value is None or value == default or value in _HARMLESS.get(each.name, ()):
             continue
         raise ConfigError(f"GRPOConfig: '{each.name}' = {value!r:.60} has no equivalent in dora-rl: {entry.reason}")
 

@@ -118,7 +118,7 @@ class GRPOTrainer:
         else:
             evaluates = bool(self.config.settings.get("evaluation", {}).get("every"))
             self.run = train(
-                cast("str | Path | PreTrainedModel", self._given),
+                self._given,
                 self.reward_funcs or None,
                 self._training_rows(),
                 config=self.config,
@@ -137,7 +137,7 @@ class GRPOTrainer:
         """The run to resume; it must have been started with the settings of this trainer."""
         if given is None or given is False:
             return None
-        run = newest_run(Path(self.config.settings["out"])) if given is True else Run.open(cast("str | Path", given))
+        run = newest_run(Path(self.config.settings["out"])) if given is True else Run.open(given)
         changed = difference(self.config.settings, run._folder.settings())
         if changed is not None:
             name, ours, theirs = changed
