@@ -414,3 +414,11 @@ def test_a_wrong_note_fails_the_function_by_name() -> None:
     assert "too_many_values" in found.failed
     assert "log_extra('column') has 2 values for 1 completions" in found.failed
     assert (scorer_of(no_number).score(a_problem(), "a").failed or "").startswith("no_number: ")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_rewards_of_trl_work() -> None:
+    rewards = pytest.importorskip("trl.rewards")
+    scorer = scorer_of(rewards.think_format_reward)
+    texts = ("<think>six sevens</think>42", "42")
+    assert [scorer.score(a_problem(prompt=CHAT), text).reward for text in texts] == [1.0, 0.0]
