@@ -24,6 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "runtime": {"core", "orchestrator", "models", *COMPONENTS},
     "apps": {"core", "orchestrator", "sim", "models", "runtime", *COMPONENTS},
     "api": {"core", "models", "envs", "runtime", "apps"},
+    "trl": {"core", "models", "envs", "runtime", "apps", "api"},
 }
 TORCH_FREE = ("core", "orchestrator", "sim", "envs")
 

@@ -116,6 +116,7 @@ def main() -> None:
     import torch
     from datasets import Dataset
     from transformers import TrainerCallback
+
     from trl import GRPOConfig, GRPOTrainer
 
     torch.set_num_threads(settings["threads"])

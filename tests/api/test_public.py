@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import dora_rl
+import dora_rl.trl
 
 STORED = Path(__file__).with_name("public_api.txt")
 
@@ -18,17 +19,22 @@ STORED = Path(__file__).with_name("public_api.txt")
 def described() -> Iterator[str]:
     """One line for each public name, and for each public member of a class."""
     for name in dora_rl.__all__:
-        found = getattr(dora_rl, name)
-        if inspect.isclass(found) and issubclass(found, Exception):
-            yield f"{name}({found.__mro__[1].__name__})"
-        elif inspect.isclass(found):
-            # The constructor of a protocol is not its own.
-            yield name if getattr(found, "_is_protocol", False) else f"{name}{inspect.signature(found)}"
-            yield from (f"{name}.{line}" for line in _members(found))
-        elif callable(found):
-            yield f"{name}{inspect.signature(found)}"
-        else:
-            yield name
+        yield from _lines(name, getattr(dora_rl, name))
+    for name in dora_rl.trl.__all__:
+        yield from _lines(f"trl.{name}", getattr(dora_rl.trl, name))
+
+
+def _lines(name: str, found: object) -> Iterator[str]:
+    if inspect.isclass(found) and issubclass(found, Exception):
+        yield f"{name}({found.__mro__[1].__name__})"
+    elif inspect.isclass(found):
+        # The constructor of a protocol is not its own.
+        yield name if getattr(found, "_is_protocol", False) else f"{name}{inspect.signature(found)}"
+        yield from (f"{name}.{line}" for line in _members(found))
+    elif callable(found):
+        yield f"{name}{inspect.signature(found)}"
+    else:
+        yield name
 
 
 def _members(kind: type) -> Iterator[str]:

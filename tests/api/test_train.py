@@ -28,6 +28,7 @@ class Recorder:
         self.versions: list[int] = []
         self.evaluated: list[int] = []
         self.samples: list[dict[str, Any]] = []
+        self.checkpoints: list[int] = []
 
     def on_step(self, step: int, metrics: dict[str, float]) -> object:
         self.steps[step] = dict(metrics)
@@ -43,6 +44,11 @@ class Recorder:
 
     def on_sample(self, sample: dict[str, Any]) -> None:
         self.samples.append(sample)
+
+    def on_checkpoint(self, version: int, path: Path) -> None:
+        assert path.name.startswith(f"version-{version:08d}")
+        assert (path / "policy" / "model.safetensors").exists()
+        self.checkpoints.append(version)
 
 
 def functions_of(run: Run) -> list[str]:
@@ -85,6 +91,8 @@ def test_a_run_from_objects_is_stopped_by_a_callback_and_resumed(
     assert (resumed.state, list(rest.steps)) == ("finished", [2, 3])
     assert [*recorder.evaluated, *rest.evaluated] == [0, 4]  # where the first one ended depends on the stop
     assert [one["step"] for one in resumed.metrics] == [0, 1, 2, 3]
+    assert rest.checkpoints[-1] == 4
+    assert max(recorder.checkpoints) < min(rest.checkpoints)
     assert [one["version"] for one in resumed.evaluations] == [0, 4]
     assert resumed.policy_path is not None
     assert "version-00000004" in str(resumed.policy_path)

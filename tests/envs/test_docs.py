@@ -62,6 +62,13 @@ def test_the_signatures_on_the_page_work(name: str, tmp_path: Path) -> None:
     assert [made.score(a_problem(), text).reward for text in ("42", "41")] == [1.0, 0.0]
 
 
+def test_the_function_that_logs_on_the_page_works(tmp_path: Path) -> None:
+    write_code(tmp_path, blocks("python")[1])
+    result = scorer(tmp_path, "task.py:correct").score(a_problem(), "6 * 7 = 42".replace(" ", ""))
+    assert (result.reward, result.notes) == (1.0, {"correct/found": "42"})
+    assert result.components["correct/empty"] == 0.0
+
+
 @confined
 def test_the_rows_with_tests_on_the_page_are_scored(tmp_path: Path) -> None:
     (tmp_path / "code.jsonl").write_text(blocks("jsonl")[1])
@@ -79,7 +86,7 @@ def test_the_environment_on_the_page_is_played() -> None:
 
 @confined
 def test_the_sandbox_on_the_page_runs() -> None:
-    exec(blocks("python")[1], {})
+    exec(blocks("python")[2], {})
     limits = SandboxLimits()
     defaults = (limits.wall_seconds, limits.cpu_seconds, limits.memory_bytes, limits.disk_bytes, limits.disk_entries)
     assert defaults == (10, 10, 512 << 20, 32 << 20, 1000)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import sys
 import threading
@@ -345,3 +346,79 @@ def test_a_shared_loop_is_closed_with_its_owner() -> None:
     shared.close()
     thread.join()
     assert loop.is_closed()
+
+
+def logs_it(completions: list[str], log_metric: Any, log_extra: Any, **columns: Any) -> list[float]:
+    assert not columns.keys() & {"log_metric", "log_extra", "trainer_state"}
+    for text in completions:
+        log_metric("length", len(text))
+    log_metric("infinite", math.inf)
+    log_extra("text", completions)
+    log_extra("odd", [object if text == "aaa" else 10**400 if text == "aa" else None for text in completions])
+    log_extra("long", ["x" * 5000 for _ in completions])
+    log_extra("sign", ["\ud800" for _ in completions])
+    return [1.0 for _ in completions]
+
+
+def too_many_values(completions: list[str], log_extra: Any) -> list[float]:
+    log_extra("column", [*completions, "one more"])
+    return [1.0 for _ in completions]
+
+
+def no_number(completions: list[str], log_metric: Any) -> list[float]:
+    log_metric("name", "text")
+    return [1.0 for _ in completions]
+
+
+async def logs_later(completions: list[str], log_metric: Any) -> list[dict[str, float]]:
+    await asyncio.sleep(0)
+    log_metric("seen", 1)
+    log_metric("seen", 2)
+    log_metric("both", 5)
+    for number in range(100):
+        log_metric(f"more {number}", number)
+    return [{"score": 1.0, "both": 7.0} for _ in completions]
+
+
+def scorer_of(*functions: Any) -> RewardScorer:
+    made = RewardScorer(RewardConfig(), Path())
+    made._functions = [signature_of(function.__name__, function) for function in functions]
+    made._weights = [1.0] * len(functions)
+    return made
+
+
+def test_a_function_logs_metrics_and_notes_of_each_completion() -> None:
+    several = scorer_of(logs_it).score_many([Answer(a_problem(), text) for text in ("a", "aaa")])
+    assert [result.components for result in several] == [{"logs_it": 1.0, "logs_it/length": 2.0}] * 2
+    assert [result.notes["logs_it/text"] for result in several] == ["a", "aaa"]
+    assert several[0].notes["logs_it/odd"] is None
+    assert several[1].notes["logs_it/odd"] == "<class 'object'>"
+    assert several[0].notes["logs_it/long"] == "x" * 1000
+    alone = scorer_of(logs_it).score(a_problem(), "aa")
+    assert alone.components["logs_it/length"] == 2.0
+    assert str(alone.notes["logs_it/odd"]).startswith("1000")
+    for result in (alone, *several):
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(result), type=RewardResult) == result
+
+
+def test_an_async_function_logs_too_and_its_metrics_are_few() -> None:
+    result = scorer_of(logs_later).score(a_problem(), "a")
+    assert result.components["logs_later/seen"] == 1.5
+    assert result.components["logs_later/both"] == 7.0  # what is returned comes first
+    assert len(result.components) == 1 + 32
+
+
+def test_a_wrong_note_fails_the_function_by_name() -> None:
+    found = scorer_of(too_many_values).score(a_problem(), "a")
+    assert found.failed is not None
+    assert "too_many_values" in found.failed
+    assert "log_extra('column') has 2 values for 1 completions" in found.failed
+    assert (scorer_of(no_number).score(a_problem(), "a").failed or "").startswith("no_number: ")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_rewards_of_trl_work() -> None:
+    rewards = pytest.importorskip("trl.rewards")
+    scorer = scorer_of(rewards.think_format_reward)
+    texts = ("<think>six sevens</think>42", "42")
+    assert [scorer.score(a_problem(prompt=CHAT), text).reward for text in texts] == [1.0, 0.0]

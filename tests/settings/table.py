@@ -329,6 +329,9 @@ RUN: Table = {
     "trainer.algorithm.kl_coefficient": Row(
         "trainer.objective:micro_loss", "settings/test_training.py::test_another_value_gives_other_weights"
     ),
+    "trainer.algorithm.kl_ratio": Row(
+        "trainer.objective:micro_loss", "settings/test_training.py::test_another_value_gives_other_weights"
+    ),
     "trainer.algorithm.entropy_coefficient": Row(
         "trainer.objective:micro_loss", "settings/test_training.py::test_another_value_gives_other_weights"
     ),

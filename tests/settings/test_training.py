@@ -29,6 +29,7 @@ MASKS = {"trainer": {"algorithm": {"correction": "token_mask"}}}
 DIVERGES = {"trainer": {"algorithm": {"trust_region": "binary_tv"}}}
 CAPS = {"trainer": {"algorithm": {"correction": "token_truncate", "correction_high": 1.5}}}
 CONSTANT = {"trainer": {"algorithm": {"aggregation": "constant_length", "constant_length": 30}}}
+PENALISED = {"trainer": {"algorithm": {"kl_coefficient": 0.5}}}
 
 FREE = {"trainer": {"optimiser": {"epsilon": 1e-3, "max_gradient_norm": 1e6}}}
 """AdamW is insensitive to the scale of a gradient except through clipping and epsilon."""
@@ -63,6 +64,7 @@ CHANGES: list[tuple[str, Any, dict[str, Any]]] = [
     (ALGORITHM + "correction_high", 1.01, MASKS),
     (ALGORITHM + "correction_high", 1.05, CAPS),
     (ALGORITHM + "kl_coefficient", 0.5, {}),
+    (ALGORITHM + "kl_ratio", True, PENALISED),
     (ALGORITHM + "entropy_coefficient", 0.1, {}),
     (ALGORITHM + "no_signal", "skip", FREE),
     (TRAINER + "mini_batches", 2, {}),

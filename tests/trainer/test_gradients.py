@@ -378,9 +378,10 @@ def test_corrections_follow_their_formulas() -> None:
     assert 0 < masked < len(anchor)
 
 
-def test_kl_entropy_and_temperature_against_the_plain_formula() -> None:
+@pytest.mark.parametrize("weighted", [False, True])
+def test_kl_entropy_and_temperature_against_the_plain_formula(weighted: bool) -> None:
     batch = groups(model=llama())
-    settings = {"name": "dapo", "kl_coefficient": 0.1, "entropy_coefficient": 0.05}
+    settings = {"name": "dapo", "kl_coefficient": 0.1, "kl_ratio": weighted, "entropy_coefficient": 0.05}
     model = llama()
     made = trainer(model, algorithm=settings, temperature=0.7)
     with torch.no_grad():  # move away from the reference, which is the model as given
@@ -404,7 +405,7 @@ def test_kl_entropy_and_temperature_against_the_plain_formula() -> None:
             ratio = torch.exp(new - old)
             gain = torch.min(ratio * advantage, torch.clamp(ratio, 0.8, 1.28) * advantage)
             kl = torch.exp(reference[row, at] - new) - (reference[row, at] - new) - 1
-            total = total - gain + 0.1 * kl - 0.05 * entropy[row, at]
+            total = total - gain + 0.1 * kl * (ratio if weighted else 1) - 0.05 * entropy[row, at]
             count += 1
     (total / count).backward()
     assert_close(found, gradients(again))

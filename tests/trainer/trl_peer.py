@@ -29,6 +29,7 @@ def trl_trainer(model: Any, groups: list[Group], folder: Path, **settings: Any) 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from datasets import Dataset
+
         from trl import GRPOConfig, GRPOTrainer
 
     trajectories = [t for g in groups for t in g.trajectories]

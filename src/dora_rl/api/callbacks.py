@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import enum
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from dora_rl.core.errors import UserError
@@ -20,7 +21,7 @@ from dora_rl.core.types import Version
 if TYPE_CHECKING:
     from dora_rl.runtime.supervisor.run import Run
 
-METHODS = ("on_step", "on_publish", "on_eval", "on_sample")
+METHODS = ("on_step", "on_publish", "on_eval", "on_sample", "on_checkpoint")
 
 
 class _Stop(enum.Enum):
@@ -52,6 +53,9 @@ class Callback(Protocol):
 
     def on_sample(self, sample: dict[str, Any]) -> object:
         """A response of the current step, as in `samples.jsonl`; `logging.samples` sets how many there are."""
+
+    def on_checkpoint(self, version: int, path: Path) -> object:
+        """The checkpoint of a version is written; `policy` in it can be loaded by `transformers`."""
 
 
 class Callbacks:
@@ -95,6 +99,9 @@ class Callbacks:
 
     def evaluated(self, version: Version, metrics: dict[str, float]) -> None:
         self._call("on_eval", version, metrics)
+
+    def checkpointed(self, version: Version, path: Path) -> None:
+        self._call("on_checkpoint", version, path)
 
     def _call(self, method: str, *values: Any) -> None:
         for one in self._callbacks:

@@ -127,6 +127,8 @@ class Scored(Event, frozen=True, kw_only=True):
     reward: float
     components: dict[str, float] = {}
     """The value of each reward function, and other numbers that it returned. No decision depends on them."""
+    notes: dict[str, bool | int | float | str | None] = {}
+    """Other values that the reward functions logged. No decision depends on them."""
 
 
 class TrajectoryFailed(Event, frozen=True, kw_only=True):

@@ -120,7 +120,9 @@ class Session:
             return scored
         if not math.isfinite(steps + scored.reward):
             return RewardResult(failed="the sum of the rewards is not finite")
-        return RewardResult(reward=steps + scored.reward, components={**scored.components, "environment": steps})
+        return RewardResult(
+            reward=steps + scored.reward, components={**scored.components, "environment": steps}, notes=scored.notes
+        )
 
     def close(self) -> None:
         """Call the environment's `close`, if it has one; an error there fails the session too."""

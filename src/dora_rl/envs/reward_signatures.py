@@ -1,6 +1,7 @@
 """The usual signatures of reward functions, recognised by their parameters.
 
-- TRL: `f(prompts, completions, **columns) -> list[float]`, for many answers at once;
+- TRL: `f(prompts, completions, **columns) -> list[float]`, for many answers at once; if it names them, it gets
+  `log_metric` and `log_extra` too;
 - verl: `f(data_source, solution_str, ground_truth, extra_info) -> float | {"score": float}`;
 - plain: `f(prompt, completion, answer) -> float`; a parameter called `problem` gets the whole `Problem`.
 
@@ -18,6 +19,7 @@ import msgspec
 
 from dora_rl.core.errors import ConfigError
 from dora_rl.envs.data import ChatMessage, Problem
+from dora_rl.envs.reward_notes import Notes
 
 
 class Answer(NamedTuple):
@@ -32,9 +34,9 @@ class RewardSignature(NamedTuple):
     """A reward function and how to call it; awaitables are returned as they are."""
 
     name: str
-    many: Callable[[Sequence[Answer]], Any] | None
-    """Scores a list of answers; None if the function takes one answer at a time."""
-    one: Callable[[Answer], Any]
+    many: Callable[[Sequence[Answer], Notes], Any] | None
+    """Scores a list of answers, and logs to the notes; None if the function takes one answer at a time."""
+    one: Callable[[Answer, Notes], Any]
     """Scores one answer; returns a list of one score if `many` is set."""
 
 
@@ -53,17 +55,17 @@ def signature_of(name: str, function: Any) -> RewardSignature:
         raise ConfigError(f"reward '{name}' is a class: name a function")
     only_keywords = [parameter.kind for parameter in parameters.values()] == [inspect.Parameter.VAR_KEYWORD]
     if "solution_str" in parameters:
-        return RewardSignature(name, None, lambda answer: _call(function, parameters, _verl(answer)))
+        return RewardSignature(name, None, lambda answer, _: _call(function, parameters, _verl(answer)))
     if only_keywords or parameters.keys() & {"prompts", "completions"}:
         return RewardSignature(
             name,
-            lambda answers: _call(function, parameters, _trl(answers, parameters)),
-            lambda answer: _call(function, parameters, _trl([answer], parameters)),
+            lambda answers, notes: _call(function, parameters, _trl(answers, parameters, notes)),
+            lambda answer, notes: _call(function, parameters, _trl([answer], parameters, notes)),
         )
     if "completion" in parameters:
-        return RewardSignature(name, None, lambda answer: _call(function, parameters, _plain(answer)))
+        return RewardSignature(name, None, lambda answer, _: _call(function, parameters, _plain(answer)))
     if _three_positional(parameters):
-        return RewardSignature(name, None, lambda answer: function(*_positional(answer, next(iter(parameters)))))
+        return RewardSignature(name, None, lambda answer, _: function(*_positional(answer, next(iter(parameters)))))
     raise ConfigError(
         f"reward '{name}' takes ({', '.join(parameters)}): write it as f(prompts, completions, **columns), "
         "f(data_source, solution_str, ground_truth, extra_info) or f(prompt, completion, answer)"
@@ -78,7 +80,7 @@ def _call(function: Any, parameters: Parameters, given: dict[str, Any]) -> Any:
     return function(**{name: value for name, value in given.items() if name in asked})
 
 
-def _trl(answers: Sequence[Answer], parameters: Parameters) -> dict[str, Any]:
+def _trl(answers: Sequence[Answer], parameters: Parameters, notes: Notes) -> dict[str, Any]:
     chat = [not isinstance(answer.problem.prompt, str) for answer in answers]
     columns = [_columns(answer.problem) for answer in answers]
     names = sorted({name for each in columns for name in each})
@@ -89,8 +91,9 @@ def _trl(answers: Sequence[Answer], parameters: Parameters) -> dict[str, Any]:
         for answer, is_chat in zip(answers, chat, strict=True)
     ]
     given["completion_ids"] = [list(answer.completion_ids) for answer in answers]
-    # TRL passes these to every function; here they do nothing and exist only for functions that name them.
-    spare = {"trainer_state": None, "log_extra": _ignore, "log_metric": _ignore}
+    # TRL passes these to every function; here only functions that name them get them, since they are no columns. A
+    # reward worker does not know the state of the trainer.
+    spare = {"trainer_state": None, "log_extra": notes.log_extra, "log_metric": notes.log_metric}
     return {**{name: value for name, value in spare.items() if name in parameters}, **given}
 
 
@@ -144,7 +147,3 @@ def _columns(problem: Problem) -> dict[str, Any]:
 def copy_of(problem: Problem) -> Problem:
     """A copy of a problem, which user code may change."""
     return msgspec.structs.replace(problem, columns=_columns(problem))
-
-
-def _ignore(*_: Any) -> None:
-    """Stands in for TRL's functions that record a metric."""

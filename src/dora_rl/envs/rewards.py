@@ -26,6 +26,7 @@ from dora_rl.envs.async_bridge import Loop, SharedLoop
 from dora_rl.envs.builtins import NAMES, builtin
 from dora_rl.envs.config import RewardConfig
 from dora_rl.envs.data import Problem
+from dora_rl.envs.reward_notes import MOST, Note, Notes, clean
 from dora_rl.envs.reward_signatures import Answer, RewardSignature, signature_of
 from dora_rl.envs.user_code import named_object, one_line
 
@@ -35,7 +36,9 @@ class RewardResult(Record, frozen=True, kw_only=True):
 
     reward: float | None = None
     components: dict[str, float] = msgspec.field(default_factory=dict)
-    """The score of each function before weighting; further numbers that it returned, as `function/name`."""
+    """The score of each function before weighting; further numbers that it returned or logged, as `function/name`."""
+    notes: dict[str, Note] = msgspec.field(default_factory=dict)
+    """Further values that the functions logged about this answer, as `function/name`."""
     failed: str | None = None
 
     def __post_init__(self) -> None:
@@ -43,8 +46,6 @@ class RewardResult(Record, frozen=True, kw_only=True):
         assert self.reward is None or math.isfinite(self.reward)
 
 
-_MOST_EXTRAS = 32
-"""Further numbers kept from one call: each becomes a metric and is recorded with its trajectory."""
 _LARGEST = 1e300
 """Larger numbers are left out, so that the sums over a step stay finite."""
 
@@ -54,6 +55,7 @@ class _Score(Record, frozen=True, kw_only=True):
 
     value: float | None = None
     extras: dict[str, float] = msgspec.field(default_factory=dict)
+    notes: dict[str, Note] = msgspec.field(default_factory=dict)
     failed: str | None = None
 
 
@@ -87,19 +89,22 @@ class RewardScorer:
     def _together(self, function: RewardSignature, answers: Sequence[Answer]) -> _Scores | None:
         """All scores of one call; None if the call failed as a whole."""
         assert function.many is not None
+        notes = Notes(len(answers))
         try:
-            values = list(self._loop.finish(function.many(answers)))
+            values = list(self._loop.finish(function.many(answers, notes)))
         except KeyboardInterrupt:
             raise
         except BaseException:
             return None
         if len(values) != len(answers):
             return None
-        return [_score(function.name, value, listed=True) for value in values]
+        scores = [_score(function.name, value, listed=True) for value in values]
+        return [_annotated(score, notes, index) for index, score in enumerate(scores)]
 
     def _alone(self, function: RewardSignature, answer: Answer) -> _Score:
+        notes = Notes(1)
         try:
-            value = self._loop.finish(function.one(answer))
+            value = self._loop.finish(function.one(answer, notes))
             if function.many is None:
                 return _score(function.name, value, listed=False)
             values = list(value)
@@ -109,7 +114,7 @@ class RewardScorer:
             return _Score(failed=f"{function.name}: {one_line(error)}")
         if len(values) != 1:
             return _Score(failed=f"{function.name} returned {len(values)} scores for 1 completion")
-        return _score(function.name, values[0], listed=True)
+        return _annotated(_score(function.name, values[0], listed=True), notes, 0)
 
     def _combine(self, scores: _Scores) -> RewardResult:
         failures = [score.failed for score in scores if score.failed is not None]
@@ -127,7 +132,16 @@ class RewardScorer:
         extras = {
             f"{function.name}/{name}": value for function, _, score in named for name, value in score.extras.items()
         }
-        return RewardResult(reward=reward, components={**extras, **{name: value for name, _, value in applying}})
+        notes = {
+            f"{function.name}/{name}": value for function, _, score in named for name, value in score.notes.items()
+        }
+        components = {**extras, **{name: value for name, _, value in applying}}
+        return RewardResult(reward=reward, components=components, notes=notes)
+
+
+def _annotated(score: _Score, notes: Notes, index: int) -> _Score:
+    """A score with what its function logged; a number that it returned comes before one that it logged."""
+    return msgspec.structs.replace(score, extras={**notes.metrics, **score.extras}, notes=notes.about(index))
 
 
 def _score(name: str, value: Any, *, listed: bool) -> _Score:
@@ -153,20 +167,16 @@ def _score(name: str, value: Any, *, listed: bool) -> _Score:
     return _Score(value=number, extras=extras)
 
 
-def _text(key: Any) -> str:
-    return str(key).encode("utf-8", "replace").decode()
-
-
 def _extras(returned: dict[Any, Any]) -> dict[str, float]:
     """The numbers beside the score, of any numeric type; other values are left out."""
     found: dict[str, float] = {}
     for key, item in returned.items():
-        if key == "score" or len(found) == _MOST_EXTRAS or not hasattr(item, "__float__"):
+        if key == "score" or len(found) == MOST or not hasattr(item, "__float__"):
             continue
         with contextlib.suppress(Exception):  # for instance an array
             number = float(item)
             if abs(number) < _LARGEST:  # False for NaN, too
-                found[_text(key)] = number
+                found[clean(key)] = number
     return found
 
 

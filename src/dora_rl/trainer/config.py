@@ -45,6 +45,8 @@ class AlgorithmConfig(Config):
     """Truncation caps the gap at this, and masks drop what is above it: by default 2, and 1.1 for geometric_mask."""
     kl_coefficient: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence from the reference policy, which is the policy that training started from."""
+    kl_ratio: bool = False
+    """Multiply the KL estimate of a token by its ratio, so that its gradient is that of KL(policy || reference)."""
     entropy_coefficient: float = 0.0
     """Weight of the entropy bonus."""
     no_signal: Literal["train", "skip"] = "train"

@@ -92,6 +92,8 @@ def micro_loss(
     if config.kl_coefficient:
         assert references.reference is not None
         kl = kl_estimate(output.logprobs, references.reference)
+        if config.kl_ratio:
+            kl = kl * tokens.log_ratio.exp()
         loss = loss + config.kl_coefficient * kl
         sums["kl"] = kl.detach().sum()
     if config.entropy_coefficient:

@@ -47,6 +47,9 @@ class RunObserver(Protocol):
     def evaluated(self, version: Version, metrics: dict[str, float]) -> None:
         """The evaluation of a version is complete."""
 
+    def checkpointed(self, version: Version, path: Path) -> None:
+        """A checkpoint is complete."""
+
 
 class MetricsRecorder:
     """The metrics of one run, since this supervisor started."""
@@ -63,6 +66,7 @@ class MetricsRecorder:
         """`samples` groups of each step are written as text."""
         files = (run_dir.metrics, run_dir.samples, run_dir.activity)
         self._metrics, self._samples, self._activity = map(_append, files)
+        self._checkpoints = run_dir.checkpoints
         self._trackers = trackers
         self.observers: list[RunObserver] = []
         self._decode = decode
@@ -183,6 +187,12 @@ class MetricsRecorder:
         for observer in self.observers:
             observer.evaluated(result.version, figures)
 
+    def checkpointed(self, name: str) -> None:
+        """Tell the observers of a new checkpoint."""
+        version = int(name.removeprefix("version-").partition(".")[0])
+        for observer in self.observers:
+            observer.checkpointed(version, self._checkpoints / name)
+
     def settle(self, now: Nanoseconds) -> None:
         """Write the trainer's window of time up to now."""
         shares = TimeShare.take(self.trainer_time, now)
@@ -231,6 +241,7 @@ class MetricsRecorder:
                 "tokens": one.length,
                 "reward": one.reward,
                 "reward_components": one.reward_components,
+                "reward_notes": one.reward_notes,
                 "stop": one.ended,
             }
             self._line(self._samples, record)

@@ -260,7 +260,9 @@ class RewardClient:
         if isinstance(result, m.EnvResult) or result.reward is None:
             self._emit(e.TrajectoryFailed(trajectory=trajectory, reason=result.failed or "no reward was returned"))
         else:
-            self._emit(e.Scored(trajectory=trajectory, reward=result.reward, components=result.components))
+            self._emit(
+                e.Scored(trajectory=trajectory, reward=result.reward, components=result.components, notes=result.notes)
+            )
 
     def receive(self, worker: WorkerProcess, message: m.FromWorker) -> None:
         match message:

@@ -199,6 +199,7 @@ class TrainerClient:
         if message.restored and (message.name in self._ledger.checkpoints or not message.files):
             return
         self._ledger.record(checkpoint_saved(message.name, message.files, message.kept), self._hooks.now())
+        self._metrics.checkpointed(message.name)
 
     def _step_metrics(self, step: StepId, metrics: dict[str, float]) -> None:
         """The step is computed and not published yet; if its log-probs can't be right it never will be.

@@ -46,6 +46,8 @@ class TrajectoryEntry:
     reward: float | None = None
     reward_components: dict[str, float] = field(default_factory=dict)
     """What each reward function returned, and further numbers that it reported."""
+    reward_notes: dict[str, bool | int | float | str | None] = field(default_factory=dict)
+    """Further values that the reward functions logged."""
     failed: bool = False
 
     def append(self, chunk: TokenChunk) -> None:
@@ -164,10 +166,10 @@ class TrajectoryStore:
                 if entry is not None and entry.attempt == attempt:
                     self._stopped(trajectory, entry)
                     entry.generated = tokens
-            case e.Scored(trajectory=trajectory, reward=reward, components=components):
+            case e.Scored(trajectory=trajectory, reward=reward, components=components, notes=notes):
                 entry = self.find(trajectory)
                 if entry is not None and entry.reward is None:
-                    entry.reward, entry.reward_components = reward, components
+                    entry.reward, entry.reward_components, entry.reward_notes = reward, components, notes
                     self.group_of(trajectory).scored_at = at
             case e.Published(version=version, fingerprint=fingerprint):
                 self.fingerprints.setdefault(version, fingerprint)

@@ -346,6 +346,8 @@ class ScoreResult(Message, frozen=True, kw_only=True):
     components: dict[str, float]
     """What each reward function returned, and further numbers that it reported."""
     failed: str | None
+    notes: dict[str, bool | int | float | str | None] = {}
+    """Further values that the reward functions logged."""
     replayed: tuple[str, ...] = ()
     """As in `EnvResult`."""
 

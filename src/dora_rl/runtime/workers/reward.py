@@ -65,7 +65,13 @@ def serve(start: m.StartWorker, channel: Channel[m.ToWorker], messages: list[m.T
 
 def _score(scorer: RewardScorer, message: m.ScoreRequest) -> m.ScoreResult:
     result = scorer.score(message.problem, message.completion, message.tokens)
-    return m.ScoreResult(item=message.item, reward=result.reward, components=result.components, failed=result.failed)
+    return m.ScoreResult(
+        item=message.item,
+        reward=result.reward,
+        components=result.components,
+        notes=result.notes,
+        failed=result.failed,
+    )
 
 
 def _send_from_thread(reply: Callable[[], m.EnvResult | m.ScoreResult], channel: Channel[m.ToWorker]) -> None:
@@ -99,6 +105,7 @@ class _Sessions:
                 item=message.item,
                 reward=result.reward,
                 components=result.components,
+                notes=result.notes,
                 failed=result.failed,
                 replayed=tuple(replayed),
             )
