@@ -44,6 +44,7 @@ COMMANDS = {
         "audit:audit",
         "Check from its ledger that a run lost no group, trained none twice, kept the bound and mixed no versions.",
     ),
+    "push": _Command("push:push", "Push a run's policy to the Hugging Face Hub, with a model card."),
     "scale": _Command("scale:scale", "Change the number of rollout instances."),
     "generate": _Command(
         "generate:generate", "Complete prompts in batches; writes JSONL with text, tokens and log-probs."
