@@ -27,6 +27,9 @@ class _Command(NamedTuple):
 
 COMMANDS = {
     "init": _Command("init:init", "Write a config file: a short one to start with, or one with every setting."),
+    "convert": _Command(
+        "convert:convert", "Translate a config of verl or prime-rl, and name every field that has no counterpart."
+    ),
     "train": _Command("train:train", "Train a model with reinforcement learning.", settings=True),
     "quickstart": _Command(
         "quickstart:quickstart", "Train the small model that comes with the package, in a few minutes.", settings=True
