@@ -69,7 +69,7 @@ def curves(metrics: run_reader.Metrics, summary: Summary) -> str:
         [
             Panel("mean reward", "version", rewards),
             Panel("held-out accuracy", "version", accuracies, dots=True),
-            Panel("trained groups by staleness", "steps", bars={str(k): v for k, v in summary.staleness.items()}),
+            Panel("trained groups by staleness", "staleness", bars={str(k): v for k, v in summary.staleness.items()}),
         ]
     )
 
