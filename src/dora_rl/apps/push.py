@@ -142,7 +142,7 @@ def write(upload: Upload, target: Path) -> None:
 def send(upload: Upload, repo: str, *, private: bool, revision: str | None) -> str:
     """Push in one commit, and return the address of the commit."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
     if not sys.stderr.isatty():
         disable_progress_bars()
@@ -178,7 +178,7 @@ def send(upload: Upload, repo: str, *, private: bool, revision: str | None) -> s
 def _need_hub(repo: str) -> None:
     try:
         from huggingface_hub.errors import HFValidationError
-        from huggingface_hub.utils import validate_repo_id
+        from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
     except ImportError as error:
         raise UserError("this command requires huggingface_hub: pip install 'dora-rl[train]'") from error
     try:
