@@ -21,6 +21,7 @@ pytest.importorskip("hatchling", reason="`make setup` installs hatchling")
 SOURCE = packages.ROOT / "src"
 NEEDED = (
     "dora_rl/py.typed",
+    "dora_rl/apps/pages/compare.html",
     "dora_rl/apps/pages/report.html",
     "dora_rl/engine/cpu_kernels/forward.cpp",
     "dora_rl/engine/cpu_kernels/team.h",

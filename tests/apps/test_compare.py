@@ -15,6 +15,8 @@ from typer.testing import CliRunner
 
 from dora_rl.apps.cli import app
 from dora_rl.apps.compare import differing_settings, flatten
+from dora_rl.apps.compare_page import mean_staleness, thinned
+from dora_rl.apps.run_reader import read_metrics
 from dora_rl.apps.summary import ACCURACY, best_version, summarise
 from dora_rl.core.errors import UserError
 from dora_rl.runtime.run_dir import RunDir
@@ -128,3 +130,68 @@ def test_the_best_version_is_the_first_with_the_highest_accuracy(scores: dict[in
     version, accuracy = found
     assert scores[version] == accuracy == max(scores.values())
     assert version == min(one for one, score in scores.items() if score == accuracy)
+
+
+# -- the page ---------------------------------------------------------------------------------------------------
+
+
+def data_of(page: Path) -> Any:
+    """What is inserted into a page."""
+    (line,) = [line for line in page.read_text().splitlines() if line.startswith("const DATA = ")]
+    return json.loads(line.removeprefix("const DATA = ").removesuffix(";"))
+
+
+def test_the_page_has_the_tables_and_the_curves_of_all_runs(pair: tuple[RunDir, RunDir], tmp_path: Path) -> None:
+    one, two = pair
+    assert run(one.path, two.path, "--page", tmp_path / "both.html").exit_code == 0
+    data = data_of(tmp_path / "both.html")
+    assert [shown["name"] for shown in data["runs"]] == ["one", "two"]
+    assert ["seed", "0", "7"] in data["settings"]
+    summary = summarise(one)
+    assert ["tokens/s", *[f"{summary.tokens_per_second:,.0f}"] * 2] in data["results"]
+    metrics = read_metrics(one)
+    versions = [step["version"] for step in metrics.steps.values()]
+    for shown in data["runs"]:
+        by_version, by_second = shown["curves"]["versions"], shown["curves"]["seconds"]
+        for name in ("reward", "rate", "seconds", "staleness"):
+            assert [x for x, _ in by_version[name]] == versions, name
+            assert len(by_second[name]) == len(versions), name
+        assert [x for x, _ in by_version["accuracy"]] == list(metrics.evaluations)
+        assert sum(share for _, share in shown["ages"]) == pytest.approx(1)
+        mean = sum(y for _, y in by_version["staleness"]) / len(versions)
+        assert mean == pytest.approx(summary.mean_staleness, abs=1e-3), "all steps have as many groups"
+
+
+def test_the_page_loads_nothing_and_text_of_a_run_can_not_end_its_script(
+    pair: tuple[RunDir, RunDir], tmp_path: Path
+) -> None:
+    one, two = pair
+    name = "</script><script>alert(1)"
+    two.write(two.read().model_copy(update={"out": name}))
+    assert run(one.path, two.path, "--page", tmp_path / "both.html").exit_code == 0
+    page = (tmp_path / "both.html").read_text()
+    assert page.count("</script>") == page.count("<script>") == 1
+    assert "/*include" not in page
+    assert not re.findall(r"""(?:src|href)=|https?://|@import|url\(""", page)
+    assert [row[2] for row in data_of(tmp_path / "both.html")["settings"] if row[0] == "out"] == [name]
+
+
+def test_a_page_that_can_not_be_written_is_refused_before_runs_are_read(tmp_path: Path) -> None:
+    done = run(tmp_path / "no", tmp_path / "run", "--page", tmp_path / "missing" / "both.html")
+    assert isinstance(done.exception, UserError)
+    assert "cannot write" in str(done.exception)
+
+
+def test_long_curves_are_thinned_and_keep_their_ends() -> None:
+    curve = [[float(x), 0.0] for x in range(5000)]
+    short = thinned(curve)
+    assert len(short) == 400
+    assert [short[0], short[-1]] == [curve[0], curve[-1]]
+    assert short == sorted(short)
+    assert thinned(curve[:7]) == curve[:7]
+
+
+def test_the_mean_staleness_of_a_step_comes_from_its_shares() -> None:
+    shares = {"off_policy/staleness_0": 0.5, "off_policy/staleness_2": 0.5, "off_policy/staleness": 9.0}
+    assert mean_staleness(shares) == 1.0
+    assert mean_staleness({"reward/mean": 1.0}) is None

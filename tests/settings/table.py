@@ -465,6 +465,11 @@ RUN: Table = {
         "runtime.supervisor.trackers:_trackio",
         "settings/test_supervisor.py::test_metrics_go_to_the_configured_trackers",
     ),
+    "logging.mlflow": Row("runtime.supervisor.trackers:_mlflow", "runtime/test_trackers.py::test_mlflow_has_the_run"),
+    "logging.completions_every": Row(
+        "runtime.supervisor.run:Run._wire",
+        "runtime/test_trackers.py::test_completions_are_sent_every_so_many_steps",
+    ),
     "logging.samples": Row(
         "runtime.supervisor.run:Run._wire",
         "settings/test_supervisor.py::test_the_configured_number_of_groups_is_written_as_samples",

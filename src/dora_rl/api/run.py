@@ -1,7 +1,7 @@
 """A run as an object: what `train` returns, and `Run.open` for any run directory.
 
 Everything is read from the files of the run directory when it is asked for, so a run can be inspected while another
-process executes it; only `report` writes a file.
+process executes it; only `report` writes a file, and only `push` sends something.
 """
 
 from __future__ import annotations
@@ -111,6 +111,27 @@ class Run:
             figures={figure.name.strip(): figure.value for figure in found.figures},
             conclusion=conclusion(found),
         )
+
+    def push(
+        self,
+        repo: str,
+        *,
+        private: bool = False,
+        revision: str | None = None,
+        version: int | None = None,
+        adapter: bool = False,
+        base_model: str | None = None,
+        force: bool = False,
+    ) -> str:
+        """Push a policy to the Hugging Face Hub with a model card, in one commit, and return the commit's address.
+
+        It is the best policy that is kept, or else the newest, unless a version is given; `adapter` pushes only the
+        LoRA adapter. A run whose audit fails is refused unless `force` is true: then its card says so.
+        """
+        from dora_rl.apps.push import Choice, prepare, send
+
+        upload = prepare(self._folder, repo, Choice(version, adapter, base_model, force))
+        return send(upload, repo, private=private, revision=revision)
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"

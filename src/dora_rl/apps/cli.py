@@ -27,6 +27,9 @@ class _Command(NamedTuple):
 
 COMMANDS = {
     "init": _Command("init:init", "Write a config file: a short one to start with, or one with every setting."),
+    "convert": _Command(
+        "convert:convert", "Translate a config of verl or prime-rl, and name every field that has no counterpart."
+    ),
     "train": _Command("train:train", "Train a model with reinforcement learning.", settings=True),
     "quickstart": _Command(
         "quickstart:quickstart", "Train the small model that comes with the package, in a few minutes.", settings=True
@@ -44,6 +47,7 @@ COMMANDS = {
         "audit:audit",
         "Check from its ledger that a run lost no group, trained none twice, kept the bound and mixed no versions.",
     ),
+    "push": _Command("push:push", "Push a run's policy to the Hugging Face Hub, with a model card."),
     "scale": _Command("scale:scale", "Change the number of rollout instances."),
     "generate": _Command(
         "generate:generate", "Complete prompts in batches; writes JSONL with text, tokens and log-probs."

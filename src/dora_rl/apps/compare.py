@@ -36,21 +36,29 @@ class ComparedRun(NamedTuple):
 def compare(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN ...", help="Folders of runs.")],
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the comparison to this file.")] = None,
+    page: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write a page with curves.")] = None,
 ) -> None:
     """Compare runs: the settings in which they differ, and their speed, staleness, reward and accuracy."""
     if len(runs) < 2:
         raise UserError("a comparison needs two runs or more: dora-rl compare RUN RUN")
-    if json_file is not None:
-        check_writable(json_file)
+    for file in (json_file, page):
+        if file is not None:
+            check_writable(file)
     compared = [read(path) for path in runs]
     differing = differing_settings([run.settings for run in compared])
     console = Console()
     titles = _titles(compared)
-    console.print(_table("setting", titles, _setting_rows(differing, compared) or [["none differs"]]), highlight=False)
-    console.print(_table("result", titles, result_rows([run.summary for run in compared])), highlight=False)
+    settings, results = _setting_rows(differing, compared), result_rows([run.summary for run in compared])
+    console.print(_table("setting", titles, settings or [["none differs"]]), highlight=False)
+    console.print(_table("result", titles, results), highlight=False)
     if json_file is not None:
         documents = [document(run, differing) for run in compared]
         json_file.write_text(json.dumps({"runs": documents}, indent=1) + "\n", encoding="utf-8")
+    if page is not None:
+        from dora_rl.apps.compare_page import write_comparison
+
+        runs_shown = [(title, run.path, run.summary) for title, run in zip(titles, compared, strict=True)]
+        write_comparison(page, runs_shown, settings, results)
 
 
 def read(path: Path) -> ComparedRun:

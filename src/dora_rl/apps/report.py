@@ -59,7 +59,7 @@ def write_report(folder: RunDir, summary: Summary) -> None:
         "about": f"{settings['model']['path']} on {settings['data']['source']}: {control['groups_per_step']} groups "
         f"of {control['group_size']} per step, responses of at most {control['max_response_tokens']} tokens.",
         "figures": rows(summary),
-        "curves": {"steps": _curves(metrics, "version"), "seconds": _curves(metrics, "time")},
+        "curves": {"steps": curves(metrics, "version"), "seconds": curves(metrics, "time")},
         "occupancy": _occupancy(activity, metrics, facts),
         "lengths": _lengths(facts.lengths),
         "staleness": [[str(age), count, f"staleness {age}"] for age, count in summary.staleness.items()],
@@ -77,14 +77,14 @@ def write_report(folder: RunDir, summary: Summary) -> None:
 # -- curves -----------------------------------------------------------------------------------------------------
 
 
-def _curves(metrics: run_reader.Metrics, x: str) -> dict[str, list[list[float]]]:
+def curves(metrics: run_reader.Metrics, x: str) -> dict[str, list[list[float]]]:
     """Curves over the version of each step, or over seconds."""
     steps, evaluations = metrics.steps.values(), metrics.evaluations.values()
     return {
-        "reward": _points(steps, x, REWARD),
-        "accuracy": _points(evaluations, x, ACCURACY),
-        "rate": _points(steps, x, "throughput/tokens_per_second"),
-        "seconds": _points(steps, x, "timing_s/step"),
+        "reward": points(steps, x, REWARD),
+        "accuracy": points(evaluations, x, ACCURACY),
+        "rate": points(steps, x, "throughput/tokens_per_second"),
+        "seconds": points(steps, x, "timing_s/step"),
     }
 
 
@@ -96,7 +96,8 @@ def _occupancy(
     return [[step + 1, round(share, 4)] for step, share in zip(facts.published, found, strict=True)]
 
 
-def _points(records: Iterable[dict[str, Any]], x: str, y: str) -> list[list[float]]:
+def points(records: Iterable[dict[str, Any]], x: str, y: str) -> list[list[float]]:
+    """A curve: the values that are finite, in the order of x."""
     found = [[one[x], round(one[y], 6)] for one in records if y in one and math.isfinite(one[y])]
     return sorted(found)
 

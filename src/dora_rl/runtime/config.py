@@ -92,8 +92,12 @@ class LoggingConfig(Config):
     """Project on Weights & Biases; requires the package `wandb`."""
     trackio: str | None = None
     """Project on trackio; requires the package `trackio`."""
+    mlflow: str | None = None
+    """Experiment of MLflow; requires the package `mlflow` or `mlflow-skinny`, and reads MLFLOW_TRACKING_URI."""
     samples: int = Field(2, ge=0)
     """Groups per step whose texts are written to `samples.jsonl`."""
+    completions_every: int = Field(10, ge=0)
+    """Steps between tables of these texts on wandb, trackio and MLflow; 0 sends none."""
 
 
 class SupervisionConfig(Config):

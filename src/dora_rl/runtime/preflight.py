@@ -83,7 +83,7 @@ def check_out(out: Path) -> None:
 
 def check_trackers(config: RunConfig) -> None:
     """Refuse a tracker whose package is missing."""
-    for name in ("wandb", "trackio"):
+    for name in ("wandb", "trackio", "mlflow"):
         if getattr(config.logging, name) is not None and importlib.util.find_spec(name) is None:
             raise ConfigError(f"'logging.{name}': the package is missing: pip install {name}")
 

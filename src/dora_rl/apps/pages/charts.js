@@ -1,10 +1,10 @@
 // Small charts as SVG. They contain no text that a model generated.
 const number = x => Math.abs(x) >= 1000 ? Math.round(x).toLocaleString("en") : +x.toPrecision(3) + "";
-function chart(title, { series, x = "version", share = false, floor = 0, format = share ? percent : number }) {
+function chart(title, { series, x = "version", share = false, floor = 0, format = share ? percent : number, names = true }) {
   const W = 600, H = 250, left = 52, right = 12, top = 10, bottom = 34;
   const drawn = series.filter(one => one.points.length);
   const points = drawn.flatMap(one => one.points);
-  const box = card(title, drawn.length > 1 ? drawn : []);
+  const box = card(title, names && drawn.length > 1 ? drawn : []);
   if (!points.length) { box.append($("p", "nothing recorded")); return box; }
   const xs = points.map(p => p[0]), ys = points.map(p => p[1]);
   const x0 = Math.min(...xs), x1 = Math.max(x0 + 1e-9, ...xs);
@@ -51,6 +51,28 @@ function bars(title, rows, x) {
   picture.onmousemove = event => {
     const row = rows[event.target.dataset?.row];
     showTip(event, row ? `${row[2] ?? row[0]}: ${number(row[1])}, ${(100 * row[1] / whole).toFixed(1)}%` : "");
+  };
+  picture.onmouseleave = event => showTip(event, "");
+  box.append(picture);
+  return box;
+}
+// Bars beside each other: one for each series at each label; the shares are those of the series.
+function groupedBars(title, labels, series, x) {
+  const W = 600, H = 250, left = 52, right = 12, top = 10, bottom = 34;
+  const box = card(title, []);
+  if (!labels.length) { box.append($("p", "nothing recorded")); return box; }
+  const room = (W - left - right) / labels.length, wide = Math.min(room * .8 / series.length, 60), py = v => H - bottom - v * (H - top - bottom);
+  let svg = ticks(0, 1, 5).map(v => `<line class="grid" x1="${left}" x2="${W - right}" y1="${py(v)}" y2="${py(v)}"/><text x="${left - 6}" y="${py(v) + 4}" text-anchor="end">${percent(v)}</text>`).join("");
+  labels.forEach((label, i) => {
+    const start = left + (i + .5) * room - wide * series.length / 2;
+    series.forEach((one, k) => { svg += `<rect data-at="${i},${k}" x="${start + k * wide + .5}" width="${Math.max(1, wide - 1)}" y="${py(one.shares[i])}" height="${H - bottom - py(one.shares[i])}" style="fill: var(${one.colour})"/>`; });
+    svg += `<text x="${left + (i + .5) * room}" y="${H - bottom + 16}" text-anchor="middle">${number(label)}</text>`;
+  });
+  svg += `<text x="${(left + W - right) / 2}" y="${H - 3}" text-anchor="middle">${x}</text>`;
+  const picture = frame(W, H, svg);
+  picture.onmousemove = event => {
+    const [i, k] = (event.target.dataset?.at ?? "").split(",");
+    showTip(event, k === undefined ? "" : `${series[k].name}\n${x} ${labels[i]}: ${(100 * series[k].shares[i]).toFixed(1)}%`);
   };
   picture.onmouseleave = event => showTip(event, "");
   box.append(picture);

@@ -13,7 +13,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, Protocol, runtime_checkable
 
 from dora_rl.core.activities import ActivityLabel, IdleCause, IdleReason
 from dora_rl.core.time_accounting import Activity, TimeAccount, activity_name, occupancy
@@ -33,6 +33,14 @@ class Tracker(Protocol):
     def log(self, figures: dict[str, float], step: int) -> None: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class CompletionsTracker(Protocol):
+    """A tracker that also shows completions."""
+
+    def log_completions(self, samples: Sequence[dict[str, Any]], step: int) -> None:
+        """Take some responses of a step, as records of `samples.jsonl`, with the version that the step publishes."""
 
 
 class RunObserver(Protocol):
@@ -62,8 +70,9 @@ class MetricsRecorder:
         *,
         decode: Callable[[Sequence[int]], str],
         samples: int,
+        completions_every: int = 0,
     ) -> None:
-        """`samples` groups of each step are written as text."""
+        """`samples` groups of each step are written as text, and sent to trackers every `completions_every` steps."""
         files = (run_dir.metrics, run_dir.samples, run_dir.activity)
         self._metrics, self._samples, self._activity = map(_append, files)
         self._checkpoints = run_dir.checkpoints
@@ -71,6 +80,7 @@ class MetricsRecorder:
         self.observers: list[RunObserver] = []
         self._decode = decode
         self._samples_per_step = samples
+        self._completions_every = completions_every
         starting = IdleCause(reason=IdleReason.STARTING)
         self.trainer_time = TimeAccount(now, Activity(ActivityLabel.IDLE, cause=starting))
         """How the trainer spends its time; the trainer client switches it."""
@@ -126,8 +136,15 @@ class MetricsRecorder:
             ours["timing_s/group_latency"] = statistics.fmean(latencies) / SECOND
         ours |= reward_metrics([one.reward_components for one in trajectories])
         self._pending[step] = metrics | ours | {"batch/response_tokens": float(tokens)}
-        for group, entry in list(groups.items())[: self._samples_per_step]:
-            self._write_samples(step, group, entry)
+        written = [
+            sample
+            for group, entry in list(groups.items())[: self._samples_per_step]
+            for sample in self._write_samples(step, group, entry)
+        ]
+        if written and self._completions_every and step % self._completions_every == 0:
+            for tracker in self._trackers:
+                if isinstance(tracker, CompletionsTracker):
+                    tracker.log_completions(written, step + 1)
 
     def published(
         self,
@@ -228,7 +245,9 @@ class MetricsRecorder:
         """The most versions that computed in one step of an instance so far."""
         return max((stats.get("together", 0) for stats in self.engine_stats.values()), default=0)
 
-    def _write_samples(self, step: StepId, group: GroupId, entry: GroupEntry) -> None:
+    def _write_samples(self, step: StepId, group: GroupId, entry: GroupEntry) -> list[dict[str, Any]]:
+        """Write the responses of a group as text; returns the records."""
+        written = []
         for trajectory, one in entry.trajectories.items():
             record = {
                 "step": step,
@@ -236,6 +255,7 @@ class MetricsRecorder:
                 "trajectory": trajectory,
                 "version": entry.version,
                 "versions": one.versions,
+                "staleness": step - entry.version,
                 "prompt": self._decode(entry.prompt),
                 "response": self._decode(one.response),
                 "tokens": one.length,
@@ -245,8 +265,10 @@ class MetricsRecorder:
                 "stop": one.ended,
             }
             self._line(self._samples, record)
+            written.append(record)
             for observer in self.observers:
                 observer.sampled(record)
+        return written
 
     def _window(self, who: str, start: Nanoseconds, end: Nanoseconds, shares: Sequence[TimeShare]) -> None:
         rows = [[share.label, share.version, share.cause, share.spent] for share in shares]

@@ -119,6 +119,7 @@ class Run:
             state.at,
             decode=self.tokenization.decode,
             samples=config.logging.samples,
+            completions_every=config.logging.completions_every,
         )
         self.supervisor = Supervisor(
             config,

@@ -1,0 +1,1 @@
+"""Translates config files of other frameworks: one module with one table for each of them."""
