@@ -208,7 +208,7 @@ def _legend(top: int, *, loads: bool) -> Iterator[str]:
     for number, one in enumerate(_COLOURS[:4]):
         yield f'<rect x="{x + 12 * number}" y="{y}" width="12" height="12" fill="{one}"/>'
     yield _dim(x + 56, y, "requests by version: the fuller the batch, the higher")
-    x += 372
+    x += 384
     entries = [('class="lane"', 'fill="url(#idle)"', "waiting", 92), ('class="train"', "", "training", 96)]
     entries += [('class="load"', "", "loading weights", 138)] if loads else []
     for below, above, words, width in entries:

@@ -32,8 +32,9 @@ def blocks(page: Path) -> list[Block]:
 
 
 def commands(block: Block) -> list[str]:
-    """The lines of a console block that are typed."""
-    return [line[2:] for line in block.code.splitlines() if line.startswith("$ ")]
+    """The lines of a console block that are typed; a backslash continues a line."""
+    joined = re.sub(r" \\\n\s*", " ", block.code)
+    return [line[2:] for line in joined.splitlines() if line.startswith("$ ")]
 
 
 def make_chat_model(path: Path) -> None:

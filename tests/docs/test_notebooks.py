@@ -28,7 +28,7 @@ def text_of(cells: list[Any]) -> str:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"NOTEBOOK_STEPS": "2", "NOTEBOOK_HELD_OUT": "4", "NOTEBOOK_GROUPS": "8"}.items():
+    for name, value in {"NOTEBOOK_STEPS": "2", "NOTEBOOK_HELD_OUT": "4", "NOTEBOOK_GROUPS": "4"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")
 

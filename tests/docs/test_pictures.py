@@ -13,7 +13,7 @@ from docs_build.pictures import COMMAND, SETTINGS, draw, recordings, version_wit
 from dora_rl.orchestrator.modes import MODES
 from dora_rl.sim.presets import preset
 from dora_rl.sim.run import parse_variant, simulate
-from tests.docs.pages import DOCS, ROOT
+from tests.docs.pages import DOCS, ROOT, blocks, commands
 
 if TYPE_CHECKING:
     from docs_build.recording import Recording
@@ -92,8 +92,9 @@ def test_the_version_of_the_steps_has_moves(found: dict[str, Recording]) -> None
 
 
 def test_the_page_has_the_command_of_the_workload_and_its_figures() -> None:
-    page = (DOCS / "concepts" / "streaming.md").read_text()
-    assert COMMAND in page
+    path = DOCS / "concepts" / "streaming.md"
+    page = path.read_text()
+    assert COMMAND in [command for block in blocks(path) for command in commands(block)]
     config = preset("laptop", list(SETTINGS))
     for mode in MODES:
         result = simulate(config, parse_variant(mode))
