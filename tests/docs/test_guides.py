@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from dora_rl import Run
 from dora_rl.apps.cli import COMMANDS, app, load
 from dora_rl.apps.config_options import settings
 from dora_rl.core.config import build, merge
@@ -24,13 +25,15 @@ from dora_rl.envs.sandbox.sandbox import GUARANTEES, Sandbox
 from dora_rl.runtime.config import RunConfig
 from tests.docs.pages import DOCS, MODEL, ROOT, Block, blocks, commands, make_chat_model
 
+FOLDERS = ("concepts", "guides", "recipes")
+CONTINUED = {"resume.md": "quickstart.md"}
+"""Pages whose commands continue with what those of another page have made."""
 PAGES = [
-    DOCS / "quickstart.md",
     DOCS / "first-task.md",
-    *(page for folder in ("concepts", "guides", "recipes") for page in sorted((DOCS / folder).glob("*.md"))),
+    *(page for folder in FOLDERS for page in sorted((DOCS / folder).glob("*.md")) if page.name not in CONTINUED),
 ]
 SANDBOXED = ("code.md", "tools.md")
-SHORT = {
+SHORT: dict[str, Any] = {
     "control.steps": 2,
     "control.groups_per_step": 2,
     "control.group_size": 2,
@@ -94,10 +97,23 @@ def execute(words: list[str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_page_works(page: Path, folder: Path) -> None:
     if page.name in SANDBOXED and Sandbox.guarantees() != GUARANTEES:
         pytest.skip("this system can't confine code")
+    follow(page, folder)
+
+
+def test_the_quickstart_works_and_is_extended(folder: Path) -> None:
+    assert CONTINUED == {"resume.md": "quickstart.md"}
+    follow(DOCS / "quickstart.md", folder)
+    follow(DOCS / "guides" / "resume.md", folder)
+    (run_folder,) = (folder / "runs").iterdir()
+    assert len(Run.open(run_folder).metrics) == SHORT["control.steps"] + 1
+
+
+def follow(page: Path, folder: Path) -> None:
+    """Do what a page shows, from its first block to its last."""
     for block in blocks(page):
         if block.file:
             (folder / block.file).write_text(block.code)
@@ -142,7 +158,7 @@ def named_commands() -> list[tuple[str, str]]:
     """Each `dora-rl COMMAND ...` in the code of a page."""
     found = []
     for page in [*ALL, ROOT / "README.md"]:
-        text = page.read_text()
+        text = re.sub(r" \\\n\s*", " ", page.read_text())  # a backslash continues a command
         fenced = re.findall(r"^```.*?^```$", text, re.MULTILINE | re.DOTALL)
         indented = re.findall(r"^    .*$", text, re.MULTILINE)
         lines = [line.strip().removeprefix("$ ") for part in (*fenced, *indented) for line in part.splitlines()]
