@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 RUNS   := $(VENV)/.train
 
-.PHONY: help setup format test test-portability test-ray test-vllm test-models test-package lint types check soak chaos fuzz soak-run quickstart smollm2 warm-start clean \
+.PHONY: help setup format test test-portability test-ray test-vllm test-models test-package lint types check soak chaos fuzz soak-run quickstart smollm2 warm-start docs docs-serve pictures clean \
 	bench bench-quick bench-control bench-engine bench-trainer bench-probe bench-run bench-sizes bench-load bench-learning bench-cluster bench-freshness chaos-ray paper-table
 .DEFAULT_GOAL := help
 
@@ -42,8 +42,8 @@ test-models: setup  ## build a tiny model of every causal LM of transformers and
 	$(BIN)/python -m tests.models.table --check
 
 lint: setup      ## check format and lint
-	$(BIN)/ruff format --check src tests benchmarks examples
-	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/ruff format --check src tests benchmarks examples docs_build notebooks
+	$(BIN)/ruff check src tests benchmarks examples docs_build notebooks
 
 types: setup     ## type-check in strict mode
 	$(BIN)/mypy
@@ -152,6 +152,15 @@ bench-cluster: .venv/.ray  ## compare the Ray runtime with the local one on one 
 quickstart: $(RUNS)   ## train a small model with several live versions in a few minutes; installs no development tools
 	$(BIN)/dora-rl quickstart
 
+docs: setup           ## build the documentation site in build/site, with warnings as errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+docs-serve: setup     ## serve the documentation site on this machine, and build it again when a page changes
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve --no-strict
+
+pictures: setup       ## draw the timelines of the documentation again, from simulations
+	$(BIN)/python -m docs_build.pictures
+
 smollm2: setup        ## train SmolLM2-135M with a LoRA adapter and then with all weights, 30 steps each (about 20 minutes)
 	$(BIN)/python -m benchmarks.smollm2
 	$(BIN)/dora-rl train examples/smollm2.toml --model.path $(CURDIR)/.cache/smollm2-135m
@@ -164,5 +173,5 @@ clean:           ## remove the virtual environment and caches
 	rm -rf $(VENV) .venv-trl .venv-vllm .venv-llama .mypy_cache .ruff_cache .hypothesis
 
 format: setup    ## format the sources
-	$(BIN)/ruff format src tests benchmarks examples
-	$(BIN)/ruff check --fix src tests benchmarks examples
+	$(BIN)/ruff format src tests benchmarks examples docs_build notebooks
+	$(BIN)/ruff check --fix src tests benchmarks examples docs_build notebooks

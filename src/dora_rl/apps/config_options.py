@@ -60,7 +60,7 @@ def _walk(kind: type[BaseModel], value: BaseModel | None, path: str) -> Iterator
         else:
             default = default_of(field, value, name)
             shown = _REQUIRED if field.is_required() else _UNSET if default is None else toml(default)
-            yield Setting(f"{path}{name}", _values(field), shown, sentence(field.description or ""))
+            yield Setting(f"{path}{name}", values_of(field), shown, sentence(field.description or ""))
     for name, field, model in inner:
         default = default_of(field, value, name)
         off = _UNSET if default is None and optional(field) else ""
@@ -97,7 +97,7 @@ def toml(value: Any) -> str:
     return tomli_w.dumps({"it": value}).strip().removeprefix("it = ")
 
 
-def _values(field: FieldInfo) -> str:
+def values_of(field: FieldInfo) -> str:
     """What a key may be, in words: the names of its registry if it has one, else its type."""
     names = next((list(one.registry) for one in field.metadata if isinstance(one, NameOf)), None)
     return _kind(field.annotation) if names is None else "|".join(names)
