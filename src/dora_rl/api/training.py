@@ -78,6 +78,8 @@ def train(
     what is in progress, then raises `KeyboardInterrupt`; a second one does not wait. In both cases, as after a callback
     has ended the run, `resume` goes on where it stopped.
     """
+    if not isinstance(config, DoraConfig | Mapping | None):
+        raise UserError(f"`config` must be a DoraConfig or a mapping of settings, not {type(config).__name__}")
     console = Console(file=io.StringIO(), quiet=True) if quiet else Console()
     observer = Callbacks(callbacks)
     given = {
