@@ -156,7 +156,7 @@ def open_ledger(tmp_path: Path) -> Any:
 
 
 def flush(writer: Writer) -> None:
-    last = writer.log(e.Tick(), [], 3)
+    last = writer.log(e.Tick(), [], 5)
     done = writer._thread
     while writer.durable < last:
         writer.sync()
@@ -171,13 +171,20 @@ def test_a_reader_of_an_open_ledger_sees_a_snapshot_and_writes_nothing(open_ledg
     assert [(chunk.tokens.tolist(), chunk.logprobs.tolist()) for chunk in chunks] == [([5, 6], [-1.0, -2.0])]
     assert [group.outcome for group in ledger.groups()] == ["live"]
     assert ledger.verify() == []
+    assert contents(tmp_path) == before
+    with ledger._reading() as connection:
+        (counted,) = connection.execute("SELECT count(*) FROM events").fetchone()
+        open_ledger.log(e.Tick(), [], 4)
+        flush(open_ledger)
+        assert connection.execute("SELECT count(*) FROM events").fetchone() == (counted,)
+    before = contents(tmp_path)
     reading = ledger.events()
     first = next(reading)
     assert contents(tmp_path) == before
-    open_ledger.log(e.Tick(), [], 4)
+    open_ledger.log(e.Tick(), [], 5)
     flush(open_ledger)
-    assert [first.seq, *(entry.seq for entry in reading)] == [1, 2, 3]  # as it was
-    assert len(list(ledger.events())) == 5
+    assert [first.seq, *(entry.seq for entry in reading)] == [1, 2, 3, 4, 5]  # as it was
+    assert len(list(ledger.events())) == 7
     connection = connect_read_only(tmp_path / "ledger.db")
     with pytest.raises(sqlite3.OperationalError, match="readonly"):
         connection.execute("DELETE FROM groups")

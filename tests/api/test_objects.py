@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -31,8 +32,7 @@ def test_an_environment_is_given_as_a_class(job: Path) -> None:
 
         def reset(self, problem: Any) -> str:
             self.turns = 0
-            self.first = f"{problem.columns['number']}+"
-            return self.first
+            return f"{problem.columns['number']}1+"
 
         def step(self, text: str) -> tuple[str | None, float, bool]:
             self.turns += 1
@@ -44,7 +44,7 @@ def test_an_environment_is_given_as_a_class(job: Path) -> None:
 
     before = children()
     settings = {"environment": {"max_turns": 4, "params": {"worth": BONUS}}, "logging.samples": 2}
-    config = small(job, steps=2).replace(**settings, **{"sampling.stop": ["1", "2", "3", "4", "5", "6", "7", "8"]})
+    config = small(job, steps=2).replace(**settings, **{"sampling.stop": ["1", "2", "3"]})
     with pytest.raises(ArithmeticError):
         train(
             job / "model",
@@ -67,10 +67,13 @@ def test_an_environment_is_given_as_a_class(job: Path) -> None:
     assert len(samples) == 8
     for sample in samples:
         number = int(sample["prompt"].partition("*")[0])
-        assert sample["response"].startswith(f"{number}+")  # the opening
+        assert sample["response"].startswith(f"{number}1+")  # the opening
         turns = (sample["reward"] - sample["reward_components"]["lambda"]) / BONUS
         assert turns == pytest.approx(round(turns))
         assert 1 <= round(turns) <= limit + 1
+    # The stop string in the opening does not end the first turn.
+    first = [re.match("[^123]*", sample["response"].partition("1+")[2]) for sample in samples]
+    assert any(found is not None and len(found[0]) > 1 for found in first)
     longest = [sample for sample in samples if "1*" in sample["response"] and "2*" in sample["response"]]
     assert longest, "no trajectory took a third turn"
 
