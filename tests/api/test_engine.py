@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -69,7 +69,7 @@ def check_idle(engine: Engine) -> None:
 def plain_logprobs(model: Any, one: Completion, temperature: float) -> torch.Tensor:
     """The log-probs of a completion by a plain forward pass of the module."""
     ids = torch.tensor([[*one.prompt_tokens, *one.tokens]])
-    rows = (model(ids).logits[0, len(one.prompt_tokens) - 1 : -1] / temperature).log_softmax(-1)
+    rows: torch.Tensor = (model(ids).logits[0, len(one.prompt_tokens) - 1 : -1] / temperature).log_softmax(-1)
     return rows.gather(1, torch.tensor(one.tokens)[:, None])[:, 0]
 
 
@@ -130,7 +130,7 @@ def test_prompts_are_text_or_token_ids_and_weights_in_memory_are_copied(path: Pa
     with Engine(path, max_versions=2, max_context=100) as engine:
         engine.load_version(1, trained)
         before = engine.generate(["12*3="], SAMPLING)
-        assert engine.generate([tokens], SAMPLING) == engine.generate([torch.tensor(tokens)], SAMPLING) == before
+        assert engine.generate([tokens], SAMPLING) == engine.generate([tuple(tokens)], SAMPLING) == before
         assert before[0][0].prompt_tokens == tuple(tokens)
         assert before[0][0].tokens == engine.generate(["12*3="], SAMPLING, version=0)[0][0].tokens
         with torch.no_grad():
@@ -306,7 +306,7 @@ def test_a_model_without_a_tokenizer_takes_token_ids(path: Path, tmp_path: Path)
         (lambda engine: engine.generate([[{"role": "user", "content": "1"}]]), "has no chat template"),
         (lambda engine: engine.generate(["1"], version=2), "version 2 is not loaded; loaded are: 0, 4"),
         (lambda engine: engine.generate(["1"], Sampling(temperature=-1)), "temperature must be 0 or more"),
-        (lambda engine: engine.generate(["1"], Sampling(stop="=")), "'stop' must be several strings"),
+        (lambda engine: engine.generate(["1"], Sampling(stop=cast("Any", "="))), "'stop' must be several strings"),
         (lambda engine: engine.load_version(4, {}), "version 4 is already loaded"),
         (lambda engine: engine.load_version(5, {}), "has 2 versions, which is its 'max_versions': unload one first"),
         (lambda engine: engine.load_version(-1, {}), "a version is a number from 0 on, not -1"),

@@ -96,7 +96,15 @@ def brevity_of(number: int) -> Callable[..., Any]:
 
 @pytest.fixture(scope="module")
 def rewarded(job: Path) -> Run:
-    functions = [brevity_of(50), shaped(0.5), shaped(2.0), lambda completion: 0.125, odd_digits, brevity, "format:^1"]
+    functions: list[Any] = [
+        brevity_of(50),
+        shaped(0.5),
+        shaped(2.0),
+        lambda completion: 0.125,
+        odd_digits,
+        brevity,
+        "format:^1",
+    ]
     config = small(job, steps=2).replace(**{"logging.samples": 2})
     return train(job / "model", functions, ROWS, config=config, name="rewards", quiet=True)
 
@@ -172,5 +180,6 @@ def test_a_finished_run_goes_on_with_more_steps_and_other_instances(
     again = small(job, steps=4).replace(**{"logging.samples": 2, "rollout.instances": 1, "model.path": "model"})
     monkeypatch.chdir(job)
     monkeypatch.setattr(training, "_run", lambda folder, *_, bound: (folder.read(), bound))
-    config, bound = train(resume=rewarded.path, config=again, quiet=True)  # type: ignore[misc]
+    resumed: Any = train(resume=rewarded.path, config=again, quiet=True)
+    config, bound = resumed
     assert (config.control.steps, config.rollout.instances, bound) == (4, 1, 3)

@@ -77,6 +77,6 @@ def test_the_orchestrator_is_the_production_class_with_checked_settings() -> Non
     control = {"groups_per_step": 2, "group_size": 2, "max_response_tokens": 8}
     made = Orchestrator(**control, deadlines={"stall": 5.0}, **{"deadlines.load": 7.0})
     assert isinstance(made, Production)
-    assert made.config == ControlConfig(**control, deadlines={"stall": 5.0, "load": 7.0})  # type: ignore[arg-type]
+    assert made.config == ControlConfig(**control, deadlines={"stall": 5.0, "load": 7.0})
     with pytest.raises(ConfigError, match="orchestrator: unknown key 'group_sise', did you mean 'group_size'"):
         Orchestrator(**control, group_sise=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from rich.console import Console
 
@@ -16,8 +16,10 @@ from dora_rl.core.config import build, merge
 from dora_rl.core.errors import UserError
 from dora_rl.orchestrator.modes import MODES
 from dora_rl.sim.config import SimConfig
-from dora_rl.sim.run import Result as SimulationResult
-from dora_rl.sim.run import parse_variant, simulate
+from dora_rl.sim.run import Result, parse_variant, simulate
+
+SimulationResult: TypeAlias = Result
+"""The measurements of one mode."""
 
 _WIDTH = 100
 """Columns of the tables as text."""
