@@ -23,7 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     **{component: {"core", "models"} for component in COMPONENTS},
     "runtime": {"core", "orchestrator", "models", *COMPONENTS},
     "apps": {"core", "orchestrator", "sim", "models", "runtime", *COMPONENTS},
-    "api": {"core", "models", "envs", "runtime", "apps"},
+    "api": {"core", "orchestrator", "sim", "models", "runtime", "apps", *COMPONENTS},
     "trl": {"core", "models", "envs", "runtime", "apps", "api"},
 }
 TORCH_FREE = ("core", "orchestrator", "sim", "envs")

@@ -31,14 +31,24 @@ def _lines(name: str, found: object) -> Iterator[str]:
         # The constructor of a protocol is not its own.
         yield name if getattr(found, "_is_protocol", False) else f"{name}{inspect.signature(found)}"
         yield from (f"{name}.{line}" for line in _members(found))
+    elif inspect.ismodule(found):
+        yield from (f"{name}.{one}{_fields(getattr(found, one))}" for one in found.__all__)
     elif callable(found):
         yield f"{name}{inspect.signature(found)}"
     else:
         yield name
 
 
+def _fields(kind: object) -> str:
+    """The fields of a record."""
+    annotations = inspect.get_annotations(kind) if inspect.isclass(kind) else {}
+    return f"({', '.join(f'{name}: {type_}' for name, type_ in annotations.items())})" if annotations else ""
+
+
 def _members(kind: type) -> Iterator[str]:
-    for name, member in sorted(vars(kind).items()):
+    bases = [base for base in reversed(kind.__mro__) if base.__module__.startswith("dora_rl.")]
+    members = {name: member for base in bases for name, member in vars(base).items()}
+    for name, member in sorted(members.items()):
         if name.startswith("_"):
             continue
         if isinstance(member, property):
@@ -54,8 +64,9 @@ def test_the_public_api_is_the_stored_one() -> None:
 
 
 def test_every_public_name_is_documented() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
-    assert [name for name in dora_rl.__all__ if f"`{name}" not in page and f"dora_rl.{name}" not in page] == []
+    docs = Path(__file__).parents[2] / "docs"
+    text = (docs / "api.md").read_text() + (docs / "building-blocks.md").read_text()
+    assert [name for name in dora_rl.__all__ if f"`{name}" not in text and f"dora_rl.{name}" not in text] == []
     for name in dora_rl.__all__:
         found = getattr(dora_rl, name)
         assert not callable(found) or found.__doc__, name

@@ -6,6 +6,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from dora_rl.core.errors import PromptError, RequestError
 from dora_rl.core.events import Generated, Parked
@@ -168,3 +169,60 @@ def test_the_tokens_do_not_depend_on_what_happens_to_parked_kv(seed: int) -> Non
         stretch=random.choice([1, 3, 16]),
     )
     assert said == several_turns(Random(0))
+
+
+class Letters:
+    """A tokenizer in which each token is one character."""
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(chr(0x100 + token) for token in tokens)
+
+
+def turn(engine: Engine, steps: int | None = None) -> tuple[int, ...]:
+    """The tokens of the request until its turn ends, or of so many steps."""
+    found: tuple[int, ...] = ()
+    while engine.busy and (steps is None or steps > 0):
+        steps = None if steps is None else steps - 1
+        for chunk in engine.step().chunks:
+            found += tuple(chunk.tokens.tolist())
+    return found
+
+
+def turns(how: str, sampling: Sampling) -> list[tuple[int, ...]]:
+    """Three turns: on one engine, with a move or with a fresh start in the middle of the third."""
+
+    def make() -> Engine:
+        engine = tiny.engine(tiny.model("llama"), stream_every=1)
+        engine._tokenizer = Letters()
+        return engine
+
+    engine = make()
+    made = Request(trajectory=5, version=0, prompt=PROMPT, sampling=sampling, parks=True)
+    engine.submit(made)
+    said = [turn(engine)]
+    for _ in range(2):
+        engine.extend(5, 0, SAID)
+        said.append(turn(engine, steps=4 if len(said) == 2 and how != "stays" else None))
+    if how == "moves":
+        bundle = engine.export([5], shared=False)
+        said[-1] += tuple(token for chunk in engine.drain().chunks for token in chunk.tokens.tolist())
+        engine = make()
+        engine.import_(KvBundle.from_bytes(bundle.to_bytes()), 0)
+        said[-1] += turn(engine)
+    elif how == "starts again":
+        before = (*said[0], *SAID, *said[1], *SAID)
+        again = replace(made, attempt=1, response=(*before, *said[-1]), turn_start=len(before))
+        engine = make()
+        engine.submit(again)
+        said[-1] += turn(engine)
+    return said
+
+
+@pytest.mark.parametrize("how", ["stays", "moves", "starts again"])
+def test_a_stop_string_before_a_turn_does_not_end_it(how: str) -> None:
+    """Neither that of the turn before nor one in what the environment said: stop strings end turns as stop ids do."""
+    ids = (*stops()[::3], SAID[-1])
+    letters = tuple(Letters().decode([one]) for one in ids)
+    wanted = turns("stays", Sampling(max_tokens=150, seed=3, stop_ids=ids))
+    assert [len(one) > 4 for one in wanted[1:]] == [True, True]
+    assert turns(how, Sampling(max_tokens=150, seed=3, stop=letters)) == wanted

@@ -16,7 +16,7 @@ from dora_rl.core.types import Prompt, SlotId
 from dora_rl.orchestrator.config import ControlConfig
 from dora_rl.runtime.config import RunConfig
 from dora_rl.runtime.supervisor.failure_guard import FailureGuard
-from dora_rl.runtime.supervisor.trajectory_store import TrajectoryStore
+from dora_rl.runtime.supervisor.trajectory_store import TrajectoryEntry, TrajectoryStore
 from dora_rl.runtime.workers.trainer import group
 
 SLOT = SlotId("i0.1", 0)
@@ -148,3 +148,11 @@ def test_failures_are_in_a_row_only_if_no_group_ends_well_between(last: str) -> 
         fails(number)
     with pytest.raises(RunError, match="17 groups failed in a row"):
         fails(33)
+
+
+def test_the_current_turn_starts_after_the_last_observation() -> None:
+    entry = TrajectoryEntry()
+    assert entry.turn_start == 0
+    for count, sampled, start in ((2, False, 2), (3, True, 2), (1, True, 2), (4, False, 10), (2, True, 10)):
+        entry.append(TokenChunk.of(0, [3] * count, version=0, start=entry.length, sampled=sampled))
+        assert entry.turn_start == start

@@ -40,19 +40,26 @@ class StopTraining(Exception):  # noqa: N818
 
 
 class Callback(Protocol):
-    """What a callback can have; an object with any of these methods is one. Each may return `STOP`."""
+    """What a callback can have; an object with any of these methods is one. Each may return `STOP`.
 
-    def on_step(self, step: int, metrics: dict[str, float]) -> object:
+    A subclass needs only the methods that it uses.
+    """
+
+    def on_step(self, step: int, metrics: dict[str, float]) -> object:  # noqa: ARG002
         """A step is trained and its version is published."""
+        return None
 
-    def on_publish(self, version: int) -> object:
+    def on_publish(self, version: int) -> object:  # noqa: ARG002
         """A version is published; version 0 is the model that the run starts from."""
+        return None
 
-    def on_eval(self, version: int, metrics: dict[str, float]) -> object:
+    def on_eval(self, version: int, metrics: dict[str, float]) -> object:  # noqa: ARG002
         """The evaluation of a version is complete."""
+        return None
 
-    def on_sample(self, sample: dict[str, Any]) -> object:
+    def on_sample(self, sample: dict[str, Any]) -> object:  # noqa: ARG002
         """A response of the current step, as in `samples.jsonl`; `logging.samples` sets how many there are."""
+        return None
 
     def on_checkpoint(self, version: int, path: Path) -> object:
         """The checkpoint of a version is written; `policy` in it can be loaded by `transformers`."""

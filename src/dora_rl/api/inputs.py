@@ -32,17 +32,25 @@ from dora_rl.models.loading import ModelConfig, load_tokenizer
 
 def code_names(given: Iterable[object], folder: Path, argument: str) -> list[str]:
     """The names of functions or classes as a config has them; those that can't be imported are stored in `folder`."""
-    names: list[str] = []
-    taken: set[str] = set()
-    for one in given:
+    names: list[str | None] = []
+    several = list(given)
+    for one in several:
         if isinstance(one, str):
             names.append(_located(one))
-            continue
-        if not callable(one):
+        elif callable(one):
+            names.append(_import_name(one))
+        else:
             raise UserError(f"`{argument}` must be functions or their names, not {type(one).__name__}")
-        names.append(_import_name(one) or f"{_stored(one, folder, argument)}:{_short_name(one, taken)}")
-        taken.add(names[-1].rpartition(":")[2])
-    return names
+    # The name that metrics have; those that are stored get one that no other has.
+    taken = {name.rpartition(":")[2] for name in names if name is not None}
+    found = []
+    for one, name in zip(several, names, strict=True):
+        if name is None:
+            short = _short_name(one, taken)
+            taken.add(short)
+            name = f"{_stored(one, folder, argument)}:{short}"
+        found.append(name)
+    return found
 
 
 def _import_name(code: object) -> str | None:

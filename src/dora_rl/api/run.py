@@ -15,6 +15,7 @@ from dora_rl.apps import run_reader
 from dora_rl.runtime.run_dir import RunDir
 
 if TYPE_CHECKING:
+    from dora_rl.api.ledger import Ledger
     from dora_rl.apps.summary import Summary
 
 
@@ -86,6 +87,13 @@ class Run:
     def samples(self) -> Iterator[dict[str, Any]]:
         """Some responses of each step, as text with their rewards."""
         return run_reader.lines(self._folder.samples)
+
+    @property
+    def ledger(self) -> Ledger:
+        """The ledger of the run, for reading: its groups, trajectories, steps, tokens and events."""
+        from dora_rl.api.ledger import Ledger
+
+        return Ledger(self)
 
     def summary(self) -> Summary:
         """The figures of the whole run, however often it was resumed."""

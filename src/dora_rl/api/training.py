@@ -22,9 +22,11 @@ from dora_rl.api.config import DoraConfig
 from dora_rl.api.inputs import code_names, data_source, model_path
 from dora_rl.api.run import Run
 from dora_rl.apps.train import Ready, checked, conclude, discarding, drive_run, need_engine
+from dora_rl.core.config import merge
 from dora_rl.core.errors import UserError
 from dora_rl.runtime.packages import need_packages
 from dora_rl.runtime.preflight import check_out
+from dora_rl.runtime.resume import change, changed
 from dora_rl.runtime.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -41,7 +43,7 @@ def train(
     reward_funcs: RewardFunction | Sequence[RewardFunction] | None = None,
     train_dataset: Rows | None = None,
     *,
-    config: DoraConfig | None = None,
+    config: DoraConfig | Mapping[str, Any] | None = None,
     tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
     eval_dataset: Rows | None = None,
     environment: str | Callable[..., Any] | None = None,
@@ -66,21 +68,24 @@ def train(
     - `environment`: a class for trajectories of several turns, or its name as in `environment.kind`;
     - `callbacks`: objects with any of the methods of `Callback`, called in this process;
     - `out`, `name`: the folder for runs and the name of the run in it;
+    - `config`: the settings, as a `DoraConfig` or as a mapping of its keywords;
     - `resume`: the directory of a run that was stopped. It goes on with what it was started with, so that only
-      `callbacks` and `quiet` can be given with it;
+      `callbacks`, `quiet` and `config` can be given with it; `config` has the settings that change, and they are those
+      that `dora-rl train --resume` can change: `{"control.steps": 200}`, `{"rollout.instances": 2}`;
     - `quiet`: print nothing.
 
     A mistake raises `UserError` with one sentence that says what to change. An interrupt (Ctrl-C) stops the run after
     what is in progress, then raises `KeyboardInterrupt`; a second one does not wait. In both cases, as after a callback
     has ended the run, `resume` goes on where it stopped.
     """
+    if not isinstance(config, DoraConfig | Mapping | None):
+        raise UserError(f"`config` must be a DoraConfig or a mapping of settings, not {type(config).__name__}")
     console = Console(file=io.StringIO(), quiet=True) if quiet else Console()
     observer = Callbacks(callbacks)
     given = {
         "model": model,
         "reward_funcs": reward_funcs,
         "train_dataset": train_dataset,
-        "config": config,
         "tokenizer": tokenizer,
         "eval_dataset": eval_dataset,
         "environment": environment,
@@ -91,8 +96,8 @@ def train(
         extra = [name for name, value in given.items() if value is not None]
         if extra:
             raise UserError(f"a run is resumed with what it was started with: leave out `{extra[0]}`")
-        return _resume(RunDir.open(resume), console, observer)
-    settings = config or DoraConfig()
+        return _resume(RunDir.open(resume), config, console, observer)
+    settings = config if isinstance(config, DoraConfig) else DoraConfig(**config or {})
     settings = settings if out is None else settings.replace(out=str(out))
     with _new_folder(settings, name) as folder:
         resolved = settings.resolve(_supplied(folder, settings, given))
@@ -103,15 +108,25 @@ def train(
                 return _run(folder, console, observer, ready)
 
 
-def _resume(folder: RunDir, console: Console, observer: Callbacks) -> Run:
-    config = folder.read()
-    need_engine(config)
+def _resume(
+    folder: RunDir, config: DoraConfig | Mapping[str, Any] | None, console: Console, observer: Callbacks
+) -> Run:
+    before = folder.read()
+    need_engine(before)
     need_packages()
-    _check_callbacks(config, observer)
-    return _run(folder, console, observer, Ready())
+    settings = _changes(config) if isinstance(config, DoraConfig) else config or {}
+    _check_callbacks(changed(before, settings).config, observer)
+    return _run(folder, console, observer, Ready(), bound=change(folder, settings))
 
 
-def _run(folder: RunDir, console: Console, observer: Callbacks, ready: Ready) -> Run:
+def _changes(config: DoraConfig) -> dict[str, Any]:
+    """The settings of a config as a run has them: the path of a model in a folder is absolute."""
+    settings = config.settings
+    path = settings.get("model", {}).get("path")
+    return settings if path is None else merge(settings, {"model.path": model_path(path, None, config.base, Path())})
+
+
+def _run(folder: RunDir, console: Console, observer: Callbacks, ready: Ready, *, bound: int | None = None) -> Run:
     """Run to the end, or until a callback or the user stops it."""
     aborted = False
 
@@ -122,7 +137,7 @@ def _run(folder: RunDir, console: Console, observer: Callbacks, ready: Ready) ->
             raise KeyboardInterrupt
 
     asked = observer.observe if observer else None
-    finished = drive_run(folder, console, ready=ready, abort=abort, observe=asked)
+    finished = drive_run(folder, console, bound=bound, ready=ready, abort=abort, observe=asked)
     if observer.error is not None:
         raise observer.error
     if not finished and not observer.stopped:

@@ -73,6 +73,7 @@ def generate(
     from dora_rl.engine.requests import Sampling
     from dora_rl.models.loading import ModelConfig, load
     from dora_rl.models.sources import MemoryWeights
+    from dora_rl.models.text import end_ids
 
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     given = {"max_requests": max_requests, "kv_bytes": round(kv_gib * 2**30), "threads": threads}
@@ -90,7 +91,7 @@ def generate(
         top_k=top_k,
         min_p=min_p,
         stop=tuple(stop or ()),
-        stop_ids=_ends(loaded),
+        stop_ids=end_ids(loaded.model, loaded.tokenizer),
         seed=seed,
     )
     sampling.check(engine.vocab)
@@ -133,16 +134,6 @@ def _json_prompt(path: Path, number: int, line: str) -> Any:
     if not messages or not prompt:
         raise UserError(f"{path}:{number}: 'prompt' must be a text or a list of messages with role and content")
     return prompt
-
-
-def _ends(loaded: Any) -> tuple[int, ...]:
-    """Token ids that end a response, from the model's configuration."""
-    ids = loaded.model.generation_config.eos_token_id
-    if ids is None:
-        ids = loaded.tokenizer.eos_token_id
-    if ids is None:
-        return ()
-    return tuple(ids) if isinstance(ids, list) else (int(ids),)
 
 
 class _Job:
@@ -190,9 +181,10 @@ class _Job:
     def _submit(self, lines: list[PromptLine]) -> Iterator[tuple[int, RequestError]]:
         """Submit all requests; yields those that can't be served, with the reason."""
         from dora_rl.engine.requests import Request
+        from dora_rl.models.text import encode_prompt
 
         for index, line in enumerate(lines):
-            ids = tuple(self._encode(line.prompt))
+            ids = tuple(encode_prompt(self._tokenizer, line.prompt))
             for sample in range(self._samples):
                 trajectory = index * self._samples + sample
                 try:
@@ -201,16 +193,6 @@ class _Job:
                 except RequestError as error:
                     self._refused += 1
                     yield trajectory, error
-
-    def _encode(self, prompt: str | list[dict[str, str]]) -> list[int]:
-        if isinstance(prompt, str):
-            ids: list[int] = self._tokenizer(prompt)["input_ids"]
-            return ids
-        if self._tokenizer.chat_template is None:
-            raise UserError("the prompts are messages, but the model's tokenizer has no chat template")
-        from dora_rl.models.text import encode_chat
-
-        return encode_chat(self._tokenizer, prompt)
 
     def _collect(self, output: StepOutput) -> None:
         for chunk in output.chunks:

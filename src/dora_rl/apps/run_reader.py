@@ -21,7 +21,8 @@ import msgspec
 
 from dora_rl.core.errors import UserError
 from dora_rl.core.types import Nanoseconds, StepId, Version
-from dora_rl.ledger.ledger import DAMAGE, check_schema
+from dora_rl.ledger.ledger import DAMAGE
+from dora_rl.ledger.reader import connect_read_only
 from dora_rl.runtime.checkpoint_manifest import best_version
 from dora_rl.runtime.run_dir import RunDir
 
@@ -129,14 +130,8 @@ def read_facts(folder: RunDir) -> RunFacts:
     if not folder.ledger.exists():
         return RunFacts({}, Counter(), {}, 0, Counter(), Counter(), 0, 0, drained=False)
     try:
-        # Without a write-ahead log no process writes the ledger, and it can be read without creating one.
-        immutable = "" if folder.ledger.with_name("ledger.db-wal").exists() else "&immutable=1"
-        connection = sqlite3.connect(f"{folder.ledger.resolve().as_uri()}?mode=ro{immutable}", uri=True, timeout=30)
-        try:
-            check_schema(connection, folder.ledger)
+        with contextlib.closing(connect_read_only(folder.ledger)) as connection:
             return _facts(connection)
-        finally:
-            connection.close()
     except DAMAGE as error:
         raise UserError(f"the ledger {folder.ledger} can't be read: {error}") from error
 

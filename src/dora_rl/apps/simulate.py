@@ -18,7 +18,7 @@ from dora_rl.core.errors import ConfigError
 from dora_rl.orchestrator.modes import MODES
 from dora_rl.sim.config import SimConfig
 from dora_rl.sim.plan import PlanResult, plan
-from dora_rl.sim.presets import PRESETS, preset
+from dora_rl.sim.presets import PRESETS, preset_settings
 from dora_rl.sim.run import Result, control_for, parse_variant, simulate
 
 DEFAULT_MODES = ",".join(MODES)
@@ -60,12 +60,7 @@ def sim(
                 progress=lambda step, task=task: bar.update(task, completed=step),  # type: ignore[misc]
                 timeline=html_file is not None,
             )
-    console.print(_table(preset_name, config, results))
-    console.print(_versions(results))
-    console.print(_causes(results))
-    for mode, result in results.items():
-        if control_for(config, result.variant).adaptive:
-            console.print(_bounds(mode, result), highlight=False, soft_wrap=True)
+    print_results(console, preset_name, config, results)
     if json_file is not None:
         json_file.write_text(json.dumps(figures(preset_name, config, results), indent=2) + "\n", encoding="utf-8")
         console.print(f"figures: {json_file}", highlight=False, soft_wrap=True)
@@ -75,12 +70,25 @@ def sim(
 
 
 def load(name: str, settings: list[str]) -> SimConfig:
-    """A preset by name, or a TOML file by its path."""
+    """A preset by name, or a TOML file by its path, with dotted assignments applied."""
+    return build(SimConfig, override(settings_of(name), settings), source=name)
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    """The settings of a preset, or those in a TOML file, as a tree."""
     if name in PRESETS or not name.endswith(".toml"):
-        return preset(name, settings)
-    path = Path(name)
-    tree = override(read_toml(path), settings)
-    return build(SimConfig, tree, source=name)
+        return preset_settings(name)
+    return read_toml(Path(name))
+
+
+def print_results(to: Console, name: str, config: SimConfig, results: dict[str, Result]) -> None:
+    """Print the tables that compare modes."""
+    to.print(_table(name, config, results))
+    to.print(_versions(results))
+    to.print(_causes(results))
+    for mode, result in results.items():
+        if control_for(config, result.variant).adaptive:
+            to.print(_bounds(mode, result), highlight=False, soft_wrap=True)
 
 
 def figures(name: str, config: SimConfig, results: dict[str, Result]) -> dict[str, Any]:

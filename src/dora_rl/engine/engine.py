@@ -238,6 +238,7 @@ class Engine:
         sequence.tokens[sequence.length : end] = added
         sequence.length = end
         sequence.reported += len(added)
+        sequence.turn_start = sequence.response_length
         self._scheduler.wake(sequence)
 
     def end(self, trajectory: TrajectoryId, attempt: Attempt) -> None:
@@ -372,10 +373,10 @@ class Engine:
             self._reports.generated(sequence, self.kv_tokens)
 
     def _contains_stop(self, sequence: Sequence, batch: DecodeBatch) -> bool:
-        """Return whether the end of the response contains one of the stop strings."""
+        """Return whether the end of the current turn contains one of the stop strings."""
         stops = sequence.request.sampling.stop
         pending = batch.history[sequence.row, : batch.fill[sequence.row]]
-        tail = np.concatenate([sequence.response, pending])[-stop_window(stops) :]
+        tail = np.concatenate([sequence.response[sequence.turn_start :], pending])[-stop_window(stops) :]
         return contains_stop(tail.tolist(), stops, self._tokenizer)
 
     # Loads.

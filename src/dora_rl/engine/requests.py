@@ -67,6 +67,8 @@ class Request(Record, frozen=True, kw_only=True):
     prompt: tuple[int, ...]
     response: tuple[int, ...] = ()
     """Tokens already sampled, for a request that continues after its KV was lost."""
+    turn_start: int = 0
+    """Tokens of `response` before the current turn: stop strings in what came before do not end it."""
     sampling: Sampling = Sampling()
     parks: bool = False
     """After a stop the request waits, with its KV, for its environment; `extend` resumes it and `end` ends it."""

@@ -39,6 +39,7 @@ class Sequence:
         "row",
         "slot",
         "tokens",
+        "turn_start",
         "version",
     )
 
@@ -57,6 +58,8 @@ class Sequence:
         self.tokens[: self.length] = request.prompt + request.response
         self.reported = len(request.response)
         """Response tokens that have been reported."""
+        self.turn_start = request.turn_start
+        """Response tokens before the current turn."""
         self.computed = 0
         # At the first attempt no engine has computed the request: its response is the opening of an environment.
         self.known = self.length - 1 if request.response and request.attempt else 0

@@ -30,6 +30,11 @@ class MemoryWeights:
         if probe is not None:
             self._probes[version] = probe
 
+    def drop(self, version: Version) -> None:
+        """Forget a version; an engine that serves it keeps its tensors."""
+        for kept in (self._versions, self._fingerprints, self._probes):
+            kept.pop(version, None)
+
     def tensors(self, version: Version) -> Mapping[str, Any]:
         """The tensors of a version."""
         if version not in self._versions:

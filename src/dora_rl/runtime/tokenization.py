@@ -7,11 +7,8 @@ from typing import Any
 
 from dora_rl.core.errors import ConfigError
 from dora_rl.envs.data import Problem
-from dora_rl.models.text import encode_chat, render_chat
+from dora_rl.models.text import encode_chat, render_next_messages
 from dora_rl.runtime.config import RunConfig
-
-_PLACEHOLDER = "\u241e"
-"""Stands for the policy's message while the text around it is determined; no template contains it."""
 
 
 class Tokenization:
@@ -50,12 +47,8 @@ class Tokenization:
     def observation(self, text: str) -> tuple[int, ...]:
         """The tokens of an environment's observation: as plain text, or as a message if the prompts are chats."""
         if self._chat:
-            turns = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": _PLACEHOLDER}]
-            turns.append({"role": "user", "content": text})
-            text = render_chat(self._tokenizer, turns).split(_PLACEHOLDER, 1)[1]
-            stops = [self._tokenizer.decode([end]) for end in self.stop_ids]
-            # The token that ended the policy's message has already been sampled.
-            text = next((text.removeprefix(end) for end in stops if text.startswith(end)), text)
+            message = {"role": "user", "content": text}
+            text = render_next_messages(self._tokenizer, [message], self.stop_ids)
         if self._fast is not None:
             return tuple(self._fast.encode(text, add_special_tokens=False).ids)
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -118,6 +118,11 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 def preset(name: str, assignments: list[str] | None = None) -> SimConfig:
     """Build the config of a preset with dotted assignments applied."""
+    return build(SimConfig, override(preset_settings(name), assignments or []), source=name)
+
+
+def preset_settings(name: str) -> dict[str, Any]:
+    """The settings of a preset as a tree."""
     if name not in PRESETS:
         raise ConfigError(f"unknown preset '{name}': choose from {', '.join(PRESETS)}")
-    return build(SimConfig, override(PRESETS[name], assignments or []), source=name)
+    return PRESETS[name]

@@ -21,7 +21,9 @@ def pack(leaving: list[Sequence], parked: list[Sequence], cache: KvCache, segmen
     moved, sizes = [], []
     for sequence in leaving:
         response = tuple(int(token) for token in sequence.response)
-        request = msgspec.structs.replace(sequence.request, response=response, version=sequence.version)
+        request = msgspec.structs.replace(
+            sequence.request, response=response, turn_start=sequence.turn_start, version=sequence.version
+        )
         moved.append(
             MovedRequest(
                 request=request,

@@ -179,6 +179,7 @@ class VllmEngine:
         sequence.known = len(sequence.tokens) - 1
         sequence.tokens.extend(added)
         sequence.reported += len(added)
+        sequence.turn_start = sequence.response_length
         self._active.add(sequence)
 
     def end(self, trajectory: TrajectoryId, attempt: Attempt) -> None:
@@ -396,7 +397,8 @@ class VllmEngine:
 
     def _contains_stop(self, sequence: VllmSequence) -> bool:
         stops = sequence.request.sampling.stop
-        return bool(stops) and contains_stop(sequence.response[-stop_window(stops) :], stops, self._tokenizer)
+        turn = sequence.response[sequence.turn_start :]
+        return bool(stops) and contains_stop(turn[-stop_window(stops) :], stops, self._tokenizer)
 
     # Lookups and checks.
 

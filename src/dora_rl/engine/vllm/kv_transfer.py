@@ -28,7 +28,9 @@ def pack(
     for sequence, kv in leaving.items():
         moved.append(
             MovedRequest(
-                request=msgspec.structs.replace(sequence.request, response=tuple(sequence.response)),
+                request=msgspec.structs.replace(
+                    sequence.request, response=tuple(sequence.response), turn_start=sequence.turn_start
+                ),
                 fingerprint=sequence.fingerprint,
                 computed=0 if kv is None else kv.tokens,
                 known=max(sequence.known, len(sequence.tokens) - 1 if sequence.computed else 0),

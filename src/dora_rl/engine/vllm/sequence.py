@@ -31,6 +31,7 @@ class VllmSequence:
         "request",
         "slot",
         "tokens",
+        "turn_start",
     )
 
     def __init__(self, request: Request, slot: int, fingerprint: Fingerprint, context: int) -> None:
@@ -45,6 +46,8 @@ class VllmSequence:
         """Log-probs of the tokens that are not reported yet."""
         self.reported = len(request.response)
         """Response tokens that have been reported."""
+        self.turn_start = request.turn_start
+        """Response tokens before the current turn."""
         self.name: str | None = None
         """Name of the request in vLLM's interface; None while it is parked."""
         self.internal_name = ""

@@ -135,11 +135,13 @@ class EvaluationSessions:
         if self._over:
             return
         group = self._groups[trajectory]
+        entry = self.trajectory(trajectory)
         request = Request(
             trajectory=trajectory,
             version=group.version,
             prompt=group.prompt,
-            response=tuple(self.trajectory(trajectory).response),
+            response=tuple(entry.response),
+            turn_start=entry.turn_start,
             sampling=self._sampling,
             parks=True,
         )

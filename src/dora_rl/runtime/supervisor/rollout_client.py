@@ -192,6 +192,7 @@ class RolloutClient:
             version=group.version,
             prompt=group.prompt,
             response=tuple(entry.response),
+            turn_start=entry.turn_start,
             sampling=self._sampling,
             parks=self.sessions is not None,
             record_experts=self._replay_routing and self._tokenization.mixture,

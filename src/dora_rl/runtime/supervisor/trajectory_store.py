@@ -69,6 +69,11 @@ class TrajectoryEntry:
         return _token_ids(self.chunks)
 
     @property
+    def turn_start(self) -> int:
+        """Tokens of the response before the turn that the policy is in."""
+        return next((chunk.end for chunk in reversed(self.chunks) if not chunk.sampled), 0)
+
+    @property
     def versions(self) -> list[Version]:
         """The versions that produced tokens, in order; more than one only in mode `partial`."""
         versions: list[Version] = []
