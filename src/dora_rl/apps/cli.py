@@ -40,6 +40,10 @@ COMMANDS = {
     "report": _Command(
         "report:report", "Write the report page of a run: curves, lengths, staleness, timeline, samples."
     ),
+    "export": _Command(
+        "export:export",
+        "Export a run: a Perfetto trace of its timeline, or its metrics, groups and trajectories as CSV files.",
+    ),
     "audit": _Command(
         "audit:audit",
         "Check from its ledger that a run lost no group, trained none twice, kept the bound and mixed no versions.",
