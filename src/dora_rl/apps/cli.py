@@ -33,6 +33,10 @@ COMMANDS = {
     ),
     "eval": _Command("evaluate:evaluate", "Evaluate a run's policy, or a model, on held-out prompts."),
     "runs": _Command("runs:runs", "List runs: their progress, reward and accuracy, and whether they are running."),
+    "watch": _Command(
+        "watch:watch",
+        "Show the progress of a run that another process runs, until it ends; Ctrl-C leaves the run alone.",
+    ),
     "compare": _Command(
         "compare:compare",
         "Compare runs: the settings in which they differ, and their speed, staleness, reward and accuracy.",

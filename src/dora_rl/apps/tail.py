@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,16 +25,20 @@ class TailedFile:
 
     def records(self) -> Iterator[dict[str, Any]]:
         """The records that were added since the last call."""
+        for line in self.lines():
+            record = parse(line)
+            if isinstance(record, dict):
+                yield record
+
+    def lines(self) -> Iterator[bytes]:
+        """The complete lines that were added since the last call."""
         if not self._path.exists():
             return
         with self._path.open("rb") as file:
-            size = file.seek(0, 2)
-            self._position = min(self._position, size)
+            self._position = min(self._position, file.seek(0, os.SEEK_END))
             file.seek(self._position)
             for line in file:
                 if not line.endswith(b"\n"):
                     return
                 self._position += len(line)
-                record = parse(line)
-                if isinstance(record, dict):
-                    yield record
+                yield line
