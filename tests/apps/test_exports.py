@@ -6,6 +6,7 @@ import csv
 import fcntl
 import json
 import math
+import re
 import shutil
 import sqlite3
 from pathlib import Path
@@ -27,6 +28,9 @@ from dora_rl.core.errors import UserError
 from dora_rl.core.types import SECOND
 from dora_rl.runtime.run_dir import RunDir
 from tests.apps.conftest import STEPS, MadeRun
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "observability.md").read_text()
 
 
 @pytest.fixture
@@ -206,6 +210,32 @@ def test_any_text_and_number_is_read_back(label: str, number: float, note: str) 
     assert sample.value == number or (math.isnan(number) and math.isnan(sample.value))
     # The parser strips white space around a help text.
     assert found.documentation.strip() == note.strip() or not note.isprintable()
+
+
+# -- the page ---------------------------------------------------------------------------------------------------
+
+
+def test_the_commands_of_the_page_work(copy: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    copy.path.rename(tmp_path / "runs" / "20260131-120000")
+    lines = re.findall(r"^    dora-rl (.*?)(?: +#.*)?$", PAGE, re.MULTILINE)
+    assert len(lines) == 4
+    for line in lines:
+        done = run(*line.replace("600:660", "1:60").split())
+        assert done.exit_code == 0, f"{line}: {done.output}"
+    assert {"run.pftrace.gz", "part.pftrace", "tables"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_the_page_names_every_metric_for_prometheus(made_run: MadeRun) -> None:
+    documented = {name.partition("{")[0] for name in re.findall(r"`(dora_rl_[a-z_]+(?:\{[^`]*)?)`", PAGE)}
+    assert documented == {name for name, _ in parsed(prometheus_text(made_run.folder))} | {
+        "dora_rl_processes_lost_total"  # no process of this run was lost
+    }
+
+
+def test_the_readme_links_to_the_page() -> None:
+    assert "(docs/observability.md)" in (ROOT / "README.md").read_text()
 
 
 # -- files that grow --------------------------------------------------------------------------------------------
