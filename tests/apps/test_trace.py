@@ -236,6 +236,19 @@ def test_the_state_from_the_log_is_that_of_the_orchestrator(block: int) -> None:
         run_schedule(seed, kind=FollowedRuntime)
 
 
+def test_a_late_report_of_a_lost_trainer_publishes_nothing() -> None:
+    state = LogState(1)
+    state.apply(e.TrainerReady(version=0), [c.Publish(version=0, attempt=1)], 0)
+    state.apply(e.TrainerLost(), [], 1)
+    state.apply(e.Published(version=0, attempt=1, fingerprint=""), [], 2)
+    assert state.newest is None
+    state.apply(e.TrainerReady(version=0), [c.Publish(version=0, attempt=2)], 3)
+    state.apply(e.Published(version=0, attempt=1, fingerprint=""), [], 4)
+    assert state.newest is None
+    state.apply(e.Published(version=0, attempt=2, fingerprint=""), [], 5)
+    assert state.newest == 0
+
+
 def chaos_run(folder: Path, seed: int, mode: Any = None) -> tuple[RunDir, ChaosRuntime]:
     """The run directory of a schedule with faults, without activity."""
     runtime = run_schedule(seed, mode)

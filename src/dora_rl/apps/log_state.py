@@ -260,9 +260,9 @@ class LogState:
                     self.slots[target].incoming[trajectory] = request
                     self._observer.request_waits(request, self.at)
             case c.Abort(trajectory=trajectory, attempt=attempt, instance=instance):
-                request = self._on_slot(trajectory, attempt)
-                if request is not None and instance in {one.instance for one in (request.slot, request.target) if one}:
-                    self._requeue(request, "aborted")
+                found = self._on_slot(trajectory, attempt)
+                if found is not None and instance in {one.instance for one in (found.slot, found.target) if one}:
+                    self._requeue(found, "aborted")
             case c.Score(trajectory=trajectory):
                 self._end(trajectory, "generated")
             case c.FailTrajectory(trajectory=trajectory, reason=reason):
