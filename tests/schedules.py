@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Callable
 
 from dora_rl.orchestrator.config import ControlConfig, Deadlines, ModeName
 from dora_rl.sim.chaos import ChaosPlan, ChaosRuntime
@@ -42,7 +43,9 @@ def draw_plan(random_: random.Random, config: ControlConfig) -> ChaosPlan:
     )
 
 
-def run_schedule(seed: int, mode: ModeName | None = None) -> ChaosRuntime:
+def run_schedule(
+    seed: int, mode: ModeName | None = None, kind: Callable[..., ChaosRuntime] = ChaosRuntime
+) -> ChaosRuntime:
     """Run one schedule to its end; raises `BrokenPromiseError` if a promise is broken on the way."""
     random_ = random.Random(seed)
     config = draw_config(random_, mode)
@@ -52,6 +55,6 @@ def run_schedule(seed: int, mode: ModeName | None = None) -> ChaosRuntime:
     if seed % 3 == 0 and config.group_size > 1:
         config = config.model_copy(update={"dynamic_sampling": 1 + seed % 4})
         plan = dataclasses.replace(plan, no_signal=(0.3, 0.6, 1.0)[seed % 5 % 3])
-    runtime = ChaosRuntime(config, plan, lambda below: int(random_.random() * below))
+    runtime = kind(config, plan, lambda below: int(random_.random() * below))
     runtime.run()
     return runtime

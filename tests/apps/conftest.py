@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -97,6 +98,10 @@ class MadeRun:
     """Exit code of the interrupted process."""
     screen: str
     """The output on a terminal of 80 columns from the resumption to the end."""
+    watched: str
+    """The output of `dora-rl watch`, from the first step until the run was interrupted."""
+    watch_code: int
+    """Its exit code."""
 
 
 @pytest.fixture(scope="session")
@@ -125,21 +130,29 @@ def _make(home: Path) -> None:
     (home / "held_out.jsonl").write_text("\n".join(map(json.dumps, held_out)))
     (home / "reward.py").write_text(f"TRIAL = {_COMPLETION!r}\n{REWARD}")
     (home / "run.toml").write_text(CONFIG.replace("MODEL", str(home / "model")))
-    output = [*_interrupted(home), _resumed(home)]
-    (home / "done.json").write_text(json.dumps(output))
+    interrupted, code, *watched = _interrupted(home)
+    (home / "done.json").write_text(json.dumps([interrupted, code, _resumed(home), *watched]))
 
 
-def _interrupted(home: Path) -> tuple[str, int]:
-    output = ""
+def _interrupted(home: Path) -> tuple[str, int, str, int]:
+    """Run until the first step is done and another process has seen it."""
+    output = watched = ""
+    watch_code = -1
     command = [sys.executable, "-m", "dora_rl.apps.cli", "train", "run.toml", "--name", "small"]
-    with subprocess.Popen(command, cwd=home, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    options: dict[str, Any] = {"cwd": home, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, **options) as process:
         assert process.stdout is not None
         for line in process.stdout:
             output += line
             if line.startswith("steps done 1/"):
-                process.send_signal(signal.SIGINT)
-                (home / "interrupted").touch()
-    return output, process.returncode
+                with subprocess.Popen([*command[:3], "watch", "runs/small"], **options) as watch:
+                    assert watch.stdout is not None
+                    watched = watch.stdout.readline()
+                    process.send_signal(signal.SIGINT)
+                    (home / "interrupted").touch()
+                    watched += watch.stdout.read()
+                watch_code = watch.returncode
+    return output, process.returncode, watched, watch_code
 
 
 def _resumed(home: Path) -> str:

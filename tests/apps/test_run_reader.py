@@ -12,7 +12,7 @@ import pytest
 from dora_rl.apps import run_reader
 from dora_rl.apps.evaluate import Response, interval, summary
 from dora_rl.apps.init import EXAMPLES, document
-from dora_rl.apps.progress_panel import sparks
+from dora_rl.apps.panel import sparks
 from dora_rl.apps.report import percentile, run_timeline
 from dora_rl.apps.summary import occupancy_between, totals, worker_id
 from dora_rl.core.activities import ActivityLabel

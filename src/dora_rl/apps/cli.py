@@ -36,12 +36,20 @@ COMMANDS = {
     ),
     "eval": _Command("evaluate:evaluate", "Evaluate a run's policy, or a model, on held-out prompts."),
     "runs": _Command("runs:runs", "List runs: their progress, reward and accuracy, and whether they are running."),
+    "watch": _Command(
+        "watch:watch",
+        "Show the progress of a run that another process runs, until it ends; Ctrl-C leaves the run alone.",
+    ),
     "compare": _Command(
         "compare:compare",
         "Compare runs: the settings in which they differ, and their speed, staleness, reward and accuracy.",
     ),
     "report": _Command(
         "report:report", "Write the report page of a run: curves, lengths, staleness, timeline, samples."
+    ),
+    "export": _Command(
+        "export:export",
+        "Export a run: a Perfetto trace of its timeline, or its metrics, groups and trajectories as CSV files.",
     ),
     "audit": _Command(
         "audit:audit",

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,27 +13,18 @@ from rich.console import Console
 
 from dora_rl.apps import run_reader
 from dora_rl.apps.html_page import write_page
+from dora_rl.apps.segments import natural, segments, slot_id
 from dora_rl.apps.summary import ACCURACY, REWARD, Summary, occupancy_between, published_times, summarise, worker_id
 from dora_rl.apps.summary_table import rows
 from dora_rl.apps.timeline import drawn
-from dora_rl.core.activities import ActivityLabel, IdleCause, IdleReason
-from dora_rl.core.time_accounting import Activity, Segment, Timeline
-from dora_rl.core.types import SECOND, Nanoseconds, SlotId, StepId
+from dora_rl.core.time_accounting import Segment, Timeline
+from dora_rl.core.types import SECOND, Nanoseconds, StepId
 from dora_rl.runtime.run_dir import RunDir
 
 _BINS = 24
 _SAMPLES = 12
 _LONGEST = 4000
 """Characters shown of a sample's text."""
-_ORDER = (
-    ActivityLabel.LOAD,
-    ActivityLabel.PUBLISH,
-    ActivityLabel.REPREFILL,
-    ActivityLabel.PREFILL,
-    ActivityLabel.DECODE,
-    ActivityLabel.TRAIN,
-    ActivityLabel.MIGRATE,
-)
 
 
 def report(run: Annotated[Path, typer.Argument(help="Folder of a run, finished or not.")]) -> None:
@@ -139,8 +129,8 @@ def run_timeline(activity: run_reader.ActivityLog, published: dict[StepId, Nanos
     tracks: dict[str, list[run_reader.Window]] = {}
     for window in activity.windows:
         tracks.setdefault(worker_id(window.who) if window.who != "trainer" else "trainer", []).append(window)
-    trainer = list(_segments(tracks.pop("trainer", [])))
-    slots = {_slot(name): list(_segments(tracks[name])) for name in sorted(tracks, key=_natural)}
+    trainer = _in_order(tracks.pop("trainer", []))
+    slots = {slot_id(name): _in_order(tracks[name]) for name in sorted(tracks, key=natural)}
     rows = [segments for segments in slots.values() if segments]
     if not rows:
         return None
@@ -148,7 +138,7 @@ def run_timeline(activity: run_reader.ActivityLog, published: dict[StepId, Nanos
         slots=slots,
         trainer=trainer,
         moves=[
-            (note["at"], _slot(worker_id(note["source"])), _slot(worker_id(note["target"])), note["count"])
+            (note["at"], slot_id(worker_id(note["source"])), slot_id(worker_id(note["target"])), note["count"])
             for note in activity.notes
             if note["note"] == "moved"
         ],
@@ -160,48 +150,8 @@ def run_timeline(activity: run_reader.ActivityLog, published: dict[StepId, Nanos
     )
 
 
-def _segments(windows: list[run_reader.Window]) -> Iterator[Segment]:
-    last: Activity | None = None
-    for window in sorted(windows, key=lambda it: it.start):
-        start: Nanoseconds = window.start
-        for activity, spent in _likely(window, last):
-            yield Segment(start, start + spent, activity)
-            start += spent
-            last = activity
-
-
-def _likely(window: run_reader.Window, last: Activity | None) -> list[tuple[Activity, Nanoseconds]]:
-    """The shares in a likely order: the last activity, work of old versions, idle time, a load, work of the new one."""
-    shares = [(_activity(label, version, cause), spent) for label, version, cause, spent in window.shares]
-    fresh = {
-        activity.version for activity, _ in shares if activity.label in (ActivityLabel.LOAD, ActivityLabel.PUBLISH)
-    }
-
-    def order(share: tuple[Activity, Nanoseconds]) -> tuple[bool, int, int, int]:
-        activity = share[0]
-        if activity.label is ActivityLabel.IDLE:
-            return activity != last, 1, 0, 0
-        version = -1 if activity.version is None else activity.version
-        late = 2 if activity.version in fresh else 0
-        return activity != last, late, version, _ORDER.index(activity.label)
-
-    return sorted(shares, key=order)
-
-
-@functools.lru_cache(maxsize=4096)
-def _activity(label: str, version: int | None, cause: str) -> Activity:
-    return Activity(ActivityLabel(label), version, IdleCause(reason=IdleReason(cause)) if cause else None)
-
-
-def _slot(name: str) -> SlotId:
-    instance, _, number = name.partition("/")
-    return SlotId(instance, int(number or 0))
-
-
-def _natural(name: str) -> tuple[int, str, int]:
-    """Sort key by which i2 comes before i10."""
-    slot = _slot(name)
-    return len(slot.instance), slot.instance, slot.number
+def _in_order(windows: list[run_reader.Window]) -> list[Segment]:
+    return list(segments(sorted(windows, key=lambda it: it.start)))
 
 
 # -- samples ----------------------------------------------------------------------------------------------------

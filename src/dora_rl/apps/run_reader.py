@@ -84,12 +84,13 @@ def lines(path: Path) -> Iterator[dict[str, Any]]:
         return
     with path.open("rb") as file:
         for line in file:
-            record = _parse(line)
+            record = parse(line)
             if isinstance(record, dict):
                 yield record
 
 
-def _parse(line: bytes) -> Any:
+def parse(line: bytes) -> Any:
+    """The record of a line; None if it was cut short."""
     with contextlib.suppress(msgspec.DecodeError):
         return msgspec.json.decode(line)
     with contextlib.suppress(ValueError):
