@@ -192,6 +192,6 @@ def test_long_curves_are_thinned_and_keep_their_ends() -> None:
 
 
 def test_the_mean_staleness_of_a_step_comes_from_its_shares() -> None:
-    shares = {"off_policy/staleness_0": 0.5, "off_policy/staleness_2": 0.5, "off_policy/staleness": 9.0}
-    assert mean_staleness(shares) == 1.0
+    shares = {"off_policy/staleness_0": 0.25, "off_policy/staleness_2": 0.75, "off_policy/staleness": 9.0}
+    assert mean_staleness(shares) == 1.5
     assert mean_staleness({"reward/mean": 1.0}) is None
