@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dora_rl.core.commands import LoadVersion, Move, Resume, StartGroup
+from dora_rl.core.types import SlotId
 from dora_rl.orchestrator.modes import MODES
 from dora_rl.orchestrator.orchestrator import Orchestrator
 from dora_rl.sim.config import Workload
@@ -54,6 +56,31 @@ def test_the_promises_hold_in_simulation(text: str, turns: int) -> None:
         checker.check_idle_slots(orchestrator.snapshot())
         runtime.execute(commands)
     assert len(checker.batches) >= 6
+
+
+@pytest.mark.parametrize("seed", [0, 6])
+def test_no_empty_slot_goes_back_and_forth_between_versions(seed: int) -> None:
+    """With few slots and long tails, old versions often have targets above what their last requests can use."""
+    settings = ["devices=6", "trainer_devices=2", "workload.sigma=1.3", "control.max_response_tokens=1024", "steps=10"]
+    config = preset("laptop", [*settings, f"seed={seed}"])
+    runtime, orchestrator = SimRuntime(config, "disaggregated"), Orchestrator(config.control)
+    loads: dict[SlotId, list[int]] = {}
+    """The versions that each slot has loaded since it last got a request."""
+    most = 0
+    while (arrived := runtime.next_event(orchestrator.wake_at())) is not None:
+        commands = orchestrator.step(*arrived)
+        for command in commands:
+            if isinstance(command, LoadVersion):
+                since = loads.setdefault(command.slot, [])
+                since.append(command.version)
+                most = max(most, len(since))
+                assert since[-3:-2] != since[-1:], f"slot {command.slot} loads {since[-3:]}"
+            elif isinstance(command, StartGroup | Resume):
+                loads.pop(command.slot, None)
+            elif isinstance(command, Move):
+                loads.pop(command.target, None)
+        runtime.execute(commands)
+    assert most >= 2
 
 
 def test_staleness_zero_trains_the_batches_of_sync() -> None:

@@ -4,11 +4,14 @@ A slot changes its version only while it is empty (unless the mode mixes version
 version that needs it most:
 
 1. a version with waiting requests and no slot at all, oldest first;
-2. a version with fewer slots than its target (`rebalance` sets the targets), oldest first;
+2. a version with fewer slots than its target (`rebalance` sets the targets) and than requests, oldest first;
 3. the rollout version.
+
+A version that gives up a slot lowers its target: its requests on that slot have ended.
 
 Invariants:
 - a version that has requests keeps at least one slot, or gets the next one that becomes available;
+- no slot goes back and forth between versions while it is empty;
 - a `leaving` slot takes no new requests, so it becomes empty, if not by moves then because its requests end;
 - a version is retired when it is not the newest, no slot serves or loads it, and no unfinished group has it.
 """
@@ -135,7 +138,12 @@ class SlotAssignment:
             return  # it takes those as soon as its instance has room
         version = self._neediest_version(slot)
         if version is not None:
+            given_up = slot.version
             self._load(slot, version)
+            if given_up in self.targets:
+                # Until the next rebalance. With the target as before, that version would want the slot back at once.
+                left = self._context.instances.count_running_slots_of(given_up)
+                self.targets[given_up] = min(self.targets[given_up], left)
         elif slot.version not in (None, self.rollout_version):
             # A spare slot holds nothing, so that old weights are freed.
             self._context.instances.unload(slot)
@@ -182,8 +190,9 @@ class SlotAssignment:
         for version in self._versions_without_slot():
             return self._scheduler.serving(version)
         for version, target in sorted(self.targets.items()):
-            lacks_slots = self._context.instances.count_running_slots_of(version) < target
-            if version in self._scheduler.requests and lacks_slots and not slot.instance.has_version(version):
+            useful = min(target, self._scheduler.requests.get(version, 0))
+            lacks_slots = self._context.instances.count_running_slots_of(version) < useful
+            if lacks_slots and not slot.instance.has_version(version):
                 return version
         rollout_version = self.rollout_version
         if rollout_version is None or slot.instance.has_version(rollout_version):
