@@ -1,7 +1,8 @@
-"""The examples in docs/api.md and docs/building-blocks.md work: each is executed as a file, in order."""
+"""The examples in README.md, docs/api.md and docs/building-blocks.md work: each is executed as a file, in order."""
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import shutil
@@ -43,6 +44,21 @@ def test_the_examples_of_the_api_work(job: Path, tmp_path: Path) -> None:
         if name == "train.py":
             (run,) = (tmp_path / "runs").iterdir()
             run.rename(tmp_path / "runs" / "first")
+
+
+def test_the_examples_of_the_readme_work(job: Path, tmp_path: Path) -> None:
+    shutil.copytree(job / "model", tmp_path / "Qwen" / "Qwen3-0.6B")
+    text = (ROOT / "README.md").read_text()
+    found = dict(re.findall(r"```(?:python|toml)\n# (\S+)\n(.*?)```", text, re.DOTALL))
+    assert found.keys() == {"sums.py", "sums.toml"}
+    for name, code in found.items():
+        (tmp_path / name).write_text(code)
+    execute("sums.py", tmp_path)
+    rows = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(64)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [sys.executable, "-m", "dora_rl.apps.cli", "train", "sums.toml", "--dry-run"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1000)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_examples_of_the_building_blocks_work(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
