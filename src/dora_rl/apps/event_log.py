@@ -20,7 +20,8 @@ from dora_rl.core.commands import AnyCommand
 from dora_rl.core.errors import UserError
 from dora_rl.core.events import AnyEvent
 from dora_rl.core.types import Nanoseconds
-from dora_rl.ledger.ledger import DAMAGE, check_schema
+from dora_rl.ledger.ledger import DAMAGE
+from dora_rl.ledger.reader import connect_read_only
 from dora_rl.ledger.writer import LoggedEvent
 from dora_rl.runtime.run_dir import RunDir
 
@@ -36,14 +37,8 @@ def open_ledger(folder: RunDir) -> Iterator[sqlite3.Connection]:
     if not folder.ledger.exists():
         raise UserError(f"the run {folder.path} has no ledger yet: it has not started")
     try:
-        # Without a write-ahead log no process writes the ledger, and it can be read without creating one.
-        immutable = "" if folder.ledger.with_name("ledger.db-wal").exists() else "&immutable=1"
-        connection = sqlite3.connect(f"{folder.ledger.resolve().as_uri()}?mode=ro{immutable}", uri=True, timeout=30)
-        try:
-            check_schema(connection, folder.ledger)
+        with contextlib.closing(connect_read_only(folder.ledger)) as connection:
             yield connection
-        finally:
-            connection.close()
     except (*DAMAGE, msgspec.DecodeError) as error:
         raise UserError(f"the ledger {folder.ledger} can't be read: {error}") from error
 
