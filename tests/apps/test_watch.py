@@ -187,7 +187,9 @@ def test_an_interrupt_leaves_the_run_alone(copy: RunDir) -> None:
             process.send_signal(signal.SIGINT)
             rest = process.stdout.read()
         assert process.returncode == 130
-        assert rest == "left; the run is not affected\n"
+        *shown, last = rest.splitlines()
+        assert all(line.startswith("steps done ") for line in shown)  # on a slow machine it may have shown it again
+        assert last == "left; the run is not affected"
         assert {path: path.stat().st_mtime_ns for path in copy.path.rglob("*")} == before
 
 
