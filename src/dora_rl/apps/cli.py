@@ -40,6 +40,7 @@ COMMANDS = {
     "report": _Command(
         "report:report", "Write the report page of a run: curves, lengths, staleness, timeline, samples."
     ),
+    "serve": _Command("serve.command:serve", "Serve a live page about a run, or about all runs in a folder."),
     "audit": _Command(
         "audit:audit",
         "Check from its ledger that a run lost no group, trained none twice, kept the bound and mixed no versions.",

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dora_rl.apps.run_reader import read_activity, read_facts, read_metrics
-from dora_rl.apps.summary import ACCURACY, REWARD, shares, totals
+from dora_rl.apps.summary import ACCURACY, RECENT, REWARD, shares, totals
 from dora_rl.apps.summary_table import duration, histogram, idle
 from dora_rl.core.activities import ActivityLabel
 from dora_rl.core.time_accounting import occupancy
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 _INTERVAL = 0.25
 _PAUSE_FACTOR = 50
 """After drawing for t seconds, the next drawing waits at least this many times t."""
-_RECENT = 10
-"""Number of steps over which rates and the time left are averaged."""
 _SPARKS = "▁▂▃▄▅▆▇█"
 _WIDTH = 24
 
@@ -54,7 +52,7 @@ class ProgressPanel:
         self._evaluated = 0
         self._staleness = read_facts(run.run_dir).staleness
         self._time, _ = totals(read_activity(run.run_dir).windows)
-        self._recent: deque[tuple[float, float]] = deque(maxlen=_RECENT)
+        self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT)
         """Tokens and seconds of each recent step."""
         self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,27 +13,18 @@ from rich.console import Console
 
 from dora_rl.apps import run_reader
 from dora_rl.apps.html_page import write_page
+from dora_rl.apps.segments import lane_order, segments, slot
 from dora_rl.apps.summary import ACCURACY, REWARD, Summary, occupancy_between, published_times, summarise, worker_id
 from dora_rl.apps.summary_table import rows
 from dora_rl.apps.timeline import drawn
-from dora_rl.core.activities import ActivityLabel, IdleCause, IdleReason
-from dora_rl.core.time_accounting import Activity, Segment, Timeline
-from dora_rl.core.types import SECOND, Nanoseconds, SlotId, StepId
+from dora_rl.core.time_accounting import Timeline
+from dora_rl.core.types import SECOND, Nanoseconds, StepId
 from dora_rl.runtime.run_dir import RunDir
 
 _BINS = 24
 _SAMPLES = 12
 _LONGEST = 4000
 """Characters shown of a sample's text."""
-_ORDER = (
-    ActivityLabel.LOAD,
-    ActivityLabel.PUBLISH,
-    ActivityLabel.REPREFILL,
-    ActivityLabel.PREFILL,
-    ActivityLabel.DECODE,
-    ActivityLabel.TRAIN,
-    ActivityLabel.MIGRATE,
-)
 
 
 def report(run: Annotated[Path, typer.Argument(help="Folder of a run, finished or not.")]) -> None:
@@ -138,69 +128,25 @@ def run_timeline(activity: run_reader.ActivityLog, published: dict[StepId, Nanos
     tracks: dict[str, list[run_reader.Window]] = {}
     for window in activity.windows:
         tracks.setdefault(worker_id(window.who) if window.who != "trainer" else "trainer", []).append(window)
-    trainer = list(_segments(tracks.pop("trainer", [])))
-    slots = {_slot(name): list(_segments(tracks[name])) for name in sorted(tracks, key=_natural)}
-    rows = [segments for segments in slots.values() if segments]
+    trainer = list(segments(tracks.pop("trainer", [])))
+    slots = {slot(name): list(segments(tracks[name])) for name in sorted(tracks, key=lane_order)}
+    rows = [row for row in slots.values() if row]
     if not rows:
         return None
     return Timeline(
         slots=slots,
         trainer=trainer,
         moves=[
-            (note["at"], _slot(worker_id(note["source"])), _slot(worker_id(note["target"])), note["count"])
+            (note["at"], slot(worker_id(note["source"])), slot(worker_id(note["target"])), note["count"])
             for note in activity.notes
             if note["note"] == "moved"
         ],
         published=dict(sorted(versions.items())),
         bounds=[(note["at"], note["after"]) for note in activity.notes if note["note"] == "bound"],
         # The first version may be published before the first instance starts.
-        start=min([*(segments[0].start for segments in rows), *versions.values()]),
-        end=max(segments[-1].end for segments in rows),
+        start=min([*(row[0].start for row in rows), *versions.values()]),
+        end=max(row[-1].end for row in rows),
     )
-
-
-def _segments(windows: list[run_reader.Window]) -> Iterator[Segment]:
-    last: Activity | None = None
-    for window in sorted(windows, key=lambda it: it.start):
-        start: Nanoseconds = window.start
-        for activity, spent in _likely(window, last):
-            yield Segment(start, start + spent, activity)
-            start += spent
-            last = activity
-
-
-def _likely(window: run_reader.Window, last: Activity | None) -> list[tuple[Activity, Nanoseconds]]:
-    """The shares in a likely order: the last activity, work of old versions, idle time, a load, work of the new one."""
-    shares = [(_activity(label, version, cause), spent) for label, version, cause, spent in window.shares]
-    fresh = {
-        activity.version for activity, _ in shares if activity.label in (ActivityLabel.LOAD, ActivityLabel.PUBLISH)
-    }
-
-    def order(share: tuple[Activity, Nanoseconds]) -> tuple[bool, int, int, int]:
-        activity = share[0]
-        if activity.label is ActivityLabel.IDLE:
-            return activity != last, 1, 0, 0
-        version = -1 if activity.version is None else activity.version
-        late = 2 if activity.version in fresh else 0
-        return activity != last, late, version, _ORDER.index(activity.label)
-
-    return sorted(shares, key=order)
-
-
-@functools.lru_cache(maxsize=4096)
-def _activity(label: str, version: int | None, cause: str) -> Activity:
-    return Activity(ActivityLabel(label), version, IdleCause(reason=IdleReason(cause)) if cause else None)
-
-
-def _slot(name: str) -> SlotId:
-    instance, _, number = name.partition("/")
-    return SlotId(instance, int(number or 0))
-
-
-def _natural(name: str) -> tuple[int, str, int]:
-    """Sort key by which i2 comes before i10."""
-    slot = _slot(name)
-    return len(slot.instance), slot.instance, slot.number
 
 
 # -- samples ----------------------------------------------------------------------------------------------------
