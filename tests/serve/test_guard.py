@@ -12,7 +12,8 @@ from dora_rl.apps.serve.app import VIEWS, static_files
 from dora_rl.apps.serve.guard import is_loopback
 from tests.serve.conftest import TOKEN, client_of, get
 
-PATHS = ["/", "/static/app.js", "/api/runs", "/api/runs/small/stream", *(f"/api/runs/small/{name}" for name in VIEWS)]
+VIEW_PATHS = (f"/api/runs/small/{name}".replace("{number:int}", "0") for name in VIEWS)
+PATHS = ["/", "/static/app.js", "/api/runs", "/api/runs/small/stream", *VIEW_PATHS]
 
 
 # -- the token --------------------------------------------------------------------------------------------------

@@ -24,6 +24,10 @@ from dora_rl.apps.serve.lanes import marks
 from dora_rl.apps.serve.live_run import LiveRun
 from dora_rl.apps.serve.overview import overview
 from dora_rl.apps.serve.runs_folder import RunsFolder
+from dora_rl.apps.serve.system import log_tail, system
+from dora_rl.apps.serve.training import training
+from dora_rl.apps.serve.trajectories import FILTERS, trajectories, trajectory
+from dora_rl.apps.serve.versions import versions
 from dora_rl.apps.timeline import palette
 from dora_rl.core.errors import DoraError, UserError
 from dora_rl.core.types import SECOND
@@ -50,6 +54,7 @@ class Query:
 
     def __init__(self, request: Request) -> None:
         self._given = request.query_params
+        self.path = request.path_params
 
     def number(self, name: str, default: float | None = None) -> float | None:
         """A finite number."""
@@ -165,9 +170,25 @@ def timeline(run: LiveRun, query: Query) -> dict[str, Any]:
     }
 
 
+def trajectory_list(run: LiveRun, query: Query) -> dict[str, Any]:
+    """A page of trajectories by filter."""
+    given: dict[str, Any] = {name: query.number(name) for name in FILTERS if name != "state"}
+    given["state"] = query.text("state") or None
+    given = {name: value for name, value in given.items() if value is not None}
+    page = query.whole("page", 0, 0, 1 << 40)
+    recorded, order = bool(query.text("recorded")), query.text("order") or "newest"
+    return trajectories(run, given, text=query.text("text"), recorded=recorded, order=order, page=page)
+
+
 VIEWS: dict[str, View] = {
     "overview": lambda run, _: overview(run),
     "timeline": timeline,
+    "versions": lambda run, _: versions(run),
+    "training": lambda run, query: training(run, query.whole("width", 300, 16, 2000)),
+    "trajectories": trajectory_list,
+    "trajectories/{number:int}": lambda run, query: trajectory(run, query.path["number"]),
+    "system": lambda run, _: system(run),
+    "log": lambda run, query: log_tail(run, query.text("name")),
 }
 
 

@@ -2,12 +2,20 @@
 import { el, get, learnColours } from "./ui.js";
 import * as overview from "./overview.js";
 import { make as makeTimeline } from "./timeline.js";
+import * as versions from "./versions.js";
+import { make as makeTraining } from "./training.js";
+import { make as makeTrajectories } from "./trajectories.js";
+import { make as makeSystem } from "./system.js";
 
 // A view draws itself again when one of its files has grown, at most once in `every` milliseconds.
 const simple = module => (box, run) => ({ update: () => module.draw(box, run), close() {} });
 const VIEWS = {
   overview: { make: simple(overview), files: ["metrics", "ledger", "activity", "running"], every: 1000 },
   timeline: { make: makeTimeline, files: ["activity"], every: 1000 },
+  versions: { make: simple(versions), files: ["ledger", "metrics"], every: 1000 },
+  training: { make: makeTraining, files: ["metrics"], every: 3000 },
+  trajectories: { make: makeTrajectories, files: ["ledger"], every: 3000 },
+  system: { make: makeSystem, files: ["activity"], every: 3000 },
 };
 const byId = id => document.getElementById(id);
 let shown = null, source = null, current = "";

@@ -155,7 +155,7 @@ export function bars(rows, x, { mark = null, height = 200, wide: W = 380 } = {})
     if (limit !== undefined) picture.append(svg("line", { class: "limit", x1: at - 2, x2: at + w + 2, y1: py(limit), y2: py(limit) }));
     if (i % Math.ceil(rows.length / 14) === 0) picture.append(svg("text", { x: at + w / 2, y: H - bottom + 16, "text-anchor": "middle" }, label));
   });
-  if (mark) picture.append(svg("line", { class: "cross", x1: left + (mark[0] + .5) * wide, x2: left + (mark[0] + .5) * wide, y1: top, y2: H - bottom }),
+  if (mark) picture.append(svg("line", { class: "limit", x1: left + (mark[0] + .5) * wide, x2: left + (mark[0] + .5) * wide, y1: top, y2: H - bottom }),
     svg("text", { x: left + (mark[0] + .5) * wide + 5, y: top + 10 }, mark[1]));
   picture.append(svg("text", { x: (left + W - right) / 2, y: H - 2, "text-anchor": "middle" }, x));
   return el("div", { class: "chart" }, picture);
