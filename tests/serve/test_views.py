@@ -130,7 +130,7 @@ def fleet(slots: int, windows: int) -> Lanes:
         for slot in range(slots):
             busy, start = 300 + slot % 7, number * 1000
             shares = [("decode", number // 10, "", busy), ("idle", None, "trainer", 1000 - busy)]
-            lanes.add(Window(f"i{slot}.1/0", start, start + 1000, shares))  # type: ignore[arg-type]
+            lanes.add(Window(f"i{slot}.1/0", start, start + 1000, shares))
     return lanes
 
 

@@ -83,7 +83,7 @@ class Lane:
         width = int(codes.max()) + 1
         pairs, where = np.unique(column * width + codes[segment[covered]], return_inverse=True)
         spent = np.bincount(where, weights=lengths[covered], minlength=len(pairs))
-        return Cells(pairs // width, pairs % width, spent)
+        return Cells(pairs // width, pairs % width, spent.astype(np.float64))
 
     def compact(self, limit: int) -> None:
         """If there are more segments than the limit, sample the older half of them to half as many."""

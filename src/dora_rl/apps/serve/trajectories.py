@@ -89,14 +89,18 @@ def trajectory(run: LiveRun, number: int) -> dict[str, Any]:
             raise UserError(f"there is no trajectory {number}")
         siblings = _rows(ledger, f'{_SELECT} WHERE t."group" = :group ORDER BY t.id', {"group": found[0]["group"]})
         chunks, ended = read_tokens(ledger, number)
-    turns, left = [], _MOST_TOKENS
+    turns: list[dict[str, Any]] = []
+    left = _MOST_TOKENS
     for chunk in chunks:
         ids, logprobs = chunk.tokens.tolist()[:left], chunk.logprobs.tolist()[:left]
         left -= len(ids)
         rounded = [round(one, 3) if math.isfinite(one) else None for one in logprobs]
         texts = _texts(run, ids)
         tokens = [[text, logprob if chunk.sampled else None] for text, logprob in zip(texts, rounded, strict=True)]
-        turns.append({"sampled": chunk.sampled, "version": chunk.version, "tokens": tokens})
+        if turns and (turns[-1]["sampled"], turns[-1]["version"]) == (chunk.sampled, chunk.version):
+            turns[-1]["tokens"] += tokens
+        else:
+            turns.append({"sampled": chunk.sampled, "version": chunk.version, "tokens": tokens})
     return {
         **found[0],
         "ended": ended,

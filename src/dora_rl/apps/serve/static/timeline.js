@@ -17,7 +17,7 @@ export function make(box, run) {
 
   const width = () => Math.max(50, canvas.clientWidth - GUTTER);
   const rows = () => data.rows.length;
-  const rowHeight = () => Math.max(7, Math.min(28, Math.floor(640 / Math.max(1, rows()))));
+  const rowHeight = () => Math.max(7, Math.min(36, Math.floor(640 / Math.max(1, rows()))));
   const head = () => TOP + TRAINER + 8 + (data.fleet ? FLEET + 10 : 0);
   const x = s => GUTTER + (s - from) / (to - from) * width();
   const time = px => from + (px - GUTTER) / width() * (to - from);

@@ -37,7 +37,7 @@ export function make(box, run) {
     detail.replaceChildren(
       card(`Trajectory ${one.id}: ${reward(one)}`, el("p", { class: "dim" }, `group ${one.group}, v${one.version}, ${one.tokens ?? "?"} tokens, ${one.state}${one.step === null ? "" : `, step ${one.step}, staleness ${one.staleness}`}, on ${one.instance ?? "no instance"}${one.ended ? `, ended by ${one.ended}` : sample ? `, ended by ${sample.stop}` : ""}`),
         ...(sample ? [el("h3", {}, "prompt"), el("pre", { class: "observed" }, sample.prompt)] : []),
-        ...(one.turns.length ? [el("h3", {}, "response; the darker a token, the less likely it was"), ...one.turns.map(shaded)] : sample ? [el("h3", {}, "response"), el("pre", { class: "said" }, sample.response)] : [el("p", { class: "dim" }, "Its text was not recorded: some groups of each step are (logging.samples).")]),
+        ...(one.turns.length ? [el("h3", {}, "response; the stronger a token is shaded, the less likely it was"), ...one.turns.map(shaded)] : sample ? [el("h3", {}, "response"), el("pre", { class: "said" }, sample.response)] : [el("p", { class: "dim" }, "Its text was not recorded: some groups of each step are (logging.samples).")]),
         sample && Object.keys(sample.reward_components ?? {}).length ? table(["reward function", "value"], Object.entries(sample.reward_components).map(([name, value]) => [name, number(value)])) : null),
       card("Siblings: the same prompt", el("div", { class: "siblings" }, ...one.siblings.map(other => el("div", { class: other.id === one.id ? "sibling current" : "sibling" },
         el("button", { type: "button", class: "link", onclick: () => open(other.id) }, `${other.id}: ${reward(other)}, ${other.tokens ?? "?"} tokens`), other.response ? el("pre", {}, other.response) : null)))));
