@@ -34,6 +34,8 @@ _PER_LANE = 40_000
 _ALL_LANES = 4_000_000
 """Segments over all lanes: about 80 MB."""
 _FLEET_COLUMNS = 400
+_MOST_CELLS = 40_000
+"""Columns times rows of an answer: at most a few hundred kilobytes."""
 _ORDER = tuple(ActivityLabel)
 
 
@@ -167,9 +169,10 @@ class Lanes:
 
     def view(self, start: Nanoseconds, end: Nanoseconds, columns: int, first: int) -> dict[str, Any]:
         """The trainer and up to 64 lanes from the first one on, and above 64 lanes the shares of all of them."""
-        edges = np.unique(np.linspace(start, max(end, start + columns), columns + 1).astype(np.int64))
         names = sorted(self.slots, key=lane_order)
         shown = names[first : first + MOST_ROWS]
+        columns = min(columns, max(_FLEET_COLUMNS, _MOST_CELLS // (len(shown) + 1)))
+        edges = np.unique(np.linspace(start, max(end, start + columns), columns + 1).astype(np.int64))
         rows = [{"name": name, "runs": self._runs(self.slots[name], edges)} for name in shown]
         fleet = self._fleet(start, end, min(columns, _FLEET_COLUMNS)) if len(names) > MOST_ROWS else None
         return {

@@ -62,6 +62,7 @@ function show() {
   document.title = `${chosen} · ${view} · dora-rl`;
   byId("views").replaceChildren(...Object.keys(VIEWS).map((name, i) => el("a", { href: link(name, chosen), title: `${name} (${i + 1})`, "aria-current": name === view ? "page" : "false" }, name)));
   shown?.close();
+  byId("tip").hidden = true;
   shown = open(view, chosen);
   if (chosen !== current || !source) { current = chosen; state(chosen); connect(chosen); }
 }

@@ -94,7 +94,8 @@ export function make(box, run) {
       if (h >= 11 || i % 4 === 0) g.fillText(row.name, 0, head() + (i + .5) * h);
     });
     g.textAlign = "center";
-    for (const s of ticks(from, to, Math.max(3, width() / 130))) {
+    const unit = to < 120 ? 1 : to < 7200 ? 60 : 3600; // round numbers of what is written
+    for (const s of ticks(from / unit, to / unit, Math.max(3, width() / 130)).map(t => t * unit)) {
       g.fillStyle = dim; g.fillRect(x(s), foot, 1, 4);
       g.fillText(duration(s).replace(/\.?0+ /, " "), Math.max(GUTTER + 16, Math.min(x(s), GUTTER + width() - 22)), foot + 13);
     }
