@@ -73,7 +73,7 @@ def test_addresses_and_the_given_name_are_answered(runs: Path, host: str) -> Non
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "FOO"])
-@pytest.mark.parametrize("path", ["/", "/api/runs", "/api/runs/small/overview"])
+@pytest.mark.parametrize("path", ["/", "/api/runs", "/api/runs/small/overview", "/none"])
 def test_there_is_no_way_to_write(runs: Path, method: str, path: str) -> None:
     assert client_of(runs).request(method, path).status_code == 405
 

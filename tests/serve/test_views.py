@@ -12,7 +12,7 @@ import pytest
 from dora_rl.apps.report import run_timeline
 from dora_rl.apps.run_reader import Window, read_activity, read_facts
 from dora_rl.apps.serve.lanes import Lane, Lanes
-from dora_rl.apps.serve.tail import JsonlTail
+from dora_rl.apps.serve.tail import JsonlTail, line_at
 from dora_rl.apps.summary import summarise, totals
 from dora_rl.apps.timeline import CAUSE_COLOURS, drawn
 from dora_rl.core.activities import IdleReason
@@ -192,7 +192,9 @@ def test_a_growing_file_is_read_once_and_half_a_line_waits(tmp_path: Path) -> No
     assert [record["a"] for _, record in tail.read()] == [1, 2]
     with path.open("a") as file:
         file.write(': 3}\nnot json\n{"a": 4}\n')
-    assert [record["a"] for _, record in tail.read()] == [3, 4]
+    later = list(tail.read())
+    assert [record["a"] for _, record in later] == [3, 4]
+    assert [line_at(path, offset) for offset, _ in later] == [{"a": 3}, {"a": 4}], "offsets are those of the lines"
     assert list(tail.read()) == []
     assert tail.resets == 0
     path.write_text('{"a": 9}\n')
