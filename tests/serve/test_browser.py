@@ -36,8 +36,14 @@ def page(browser: Any, server: Server) -> Iterator[Any]:
     problems: list[str] = []
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.on("console", lambda message: problems.append(message.text) if "Security" in message.text else None)
-    page.on("dialog", lambda dialog: (problems.append(f"dialog {dialog.message}"), dialog.dismiss()))
+
+    def dismiss(dialog: Any) -> None:
+        problems.append(f"dialog {dialog.message}")
+        dialog.dismiss()
+
+    page.on("dialog", dismiss)
     page.goto(f"{server.url}/?token={TOKEN}")
+    page.wait_for_selector("nav a")  # from now on it listens to keys
     yield page
     page.close()
     assert problems == []

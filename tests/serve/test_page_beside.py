@@ -23,7 +23,7 @@ def test_the_page_answers_while_the_run_lasts(tmp_path: Path) -> None:
     screen, printed, seen = io.StringIO(), threading.Event(), []
 
     class Screen(Console):
-        def print(self, *objects: object, **options: object) -> None:  # type: ignore[override]
+        def print(self, *objects: object, **options: object) -> None:
             super().print(*objects, **options)  # type: ignore[arg-type]
             printed.set()
 
