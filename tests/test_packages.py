@@ -23,6 +23,7 @@ NEEDED = (
     "dora_rl/py.typed",
     "dora_rl/apps/pages/compare.html",
     "dora_rl/apps/pages/report.html",
+    "dora_rl/apps/serve/static/app.js",
     "dora_rl/engine/cpu_kernels/forward.cpp",
     "dora_rl/engine/cpu_kernels/team.h",
     "dora_rl/quickstart/quickstart.toml",

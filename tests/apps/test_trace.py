@@ -16,11 +16,12 @@ from typer.testing import CliRunner
 
 from dora_rl.apps import run_reader
 from dora_rl.apps.cli import app
-from dora_rl.apps.event_log import open_ledger, read_log
+from dora_rl.apps.event_log import read_log
 from dora_rl.apps.export import parse_window
 from dora_rl.apps.exports.perfetto import PerfettoWriter, Window
 from dora_rl.apps.exports.trace import RunTracks, write_trace
 from dora_rl.apps.log_state import LogState
+from dora_rl.apps.run_reader import open_ledger
 from dora_rl.apps.summary import shares, summarise, totals, worker_id
 from dora_rl.core import commands as c
 from dora_rl.core import events as e

@@ -51,6 +51,7 @@ COMMANDS = {
         "export:export",
         "Export a run: a Perfetto trace of its timeline, or its metrics, groups and trajectories as CSV files.",
     ),
+    "serve": _Command("serve.command:serve", "Serve a live page about a run, or about all runs in a folder."),
     "audit": _Command(
         "audit:audit",
         "Check from its ledger that a run lost no group, trained none twice, kept the bound and mixed no versions.",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import statistics
 from array import array
 from pathlib import Path
@@ -20,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from dora_rl.apps import run_reader
 from dora_rl.apps.log_level import LogLevel, log_to_stderr
 from dora_rl.apps.output_file import check_writable
+from dora_rl.apps.summary import wilson
 from dora_rl.apps.train import read_config
 from dora_rl.core.errors import RequestError, UserError
 from dora_rl.core.types import Version
@@ -29,9 +29,6 @@ from dora_rl.runtime.run_dir import RunDir
 if TYPE_CHECKING:
     from dora_rl.engine.engine import Engine
     from dora_rl.runtime.config import RunConfig
-
-_NORMAL = 1.959964
-"""The middle 95% of a normal distribution lie within this many standard deviations."""
 
 
 class Evaluation(NamedTuple):
@@ -105,11 +102,7 @@ def interval(means: list[float], samples: int) -> tuple[float, float]:
     spread = statistics.variance(means) / prompts if prompts > 1 else 0.0
     binomial = mean * (1 - mean)
     effective = binomial / spread if spread else prompts * samples if binomial else prompts
-    count = min(max(effective, prompts), prompts * samples)
-    square = _NORMAL**2 / count
-    middle = (mean + square / 2) / (1 + square)
-    half = _NORMAL / (1 + square) * math.sqrt(mean * (1 - mean) / count + square / (4 * count))
-    return max(0.0, middle - half), min(1.0, middle + half)
+    return wilson(mean, min(max(effective, prompts), prompts * samples))
 
 
 # -- what is evaluated ----------------------------------------------------------------------------------------------

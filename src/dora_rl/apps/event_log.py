@@ -10,37 +10,20 @@ Invariants:
 
 from __future__ import annotations
 
-import contextlib
 import sqlite3
 from collections.abc import Iterator
 
 import msgspec
 
 from dora_rl.core.commands import AnyCommand
-from dora_rl.core.errors import UserError
 from dora_rl.core.events import AnyEvent
 from dora_rl.core.types import Nanoseconds
-from dora_rl.ledger.ledger import DAMAGE
-from dora_rl.ledger.reader import connect_read_only
 from dora_rl.ledger.writer import LoggedEvent
-from dora_rl.runtime.run_dir import RunDir
 
 _EVENT = msgspec.json.Decoder(AnyEvent)
 _COMMANDS = msgspec.json.Decoder(list[AnyCommand])
 _PAGE = 2000
 """Events in one transaction."""
-
-
-@contextlib.contextmanager
-def open_ledger(folder: RunDir) -> Iterator[sqlite3.Connection]:
-    """A connection that only reads; a ledger that can't be read is reported in one sentence."""
-    if not folder.ledger.exists():
-        raise UserError(f"the run {folder.path} has no ledger yet: it has not started")
-    try:
-        with contextlib.closing(connect_read_only(folder.ledger)) as connection:
-            yield connection
-    except (*DAMAGE, msgspec.DecodeError) as error:
-        raise UserError(f"the ledger {folder.ledger} can't be read: {error}") from error
 
 
 def read_log(connection: sqlite3.Connection, after: int = 0) -> Iterator[LoggedEvent]:

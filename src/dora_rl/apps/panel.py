@@ -18,8 +18,6 @@ from dora_rl.apps.summary_table import duration, histogram, idle
 from dora_rl.core.time_accounting import occupancy
 from dora_rl.core.types import Version
 
-RECENT = 10
-"""Number of steps over which rates and the time left are averaged."""
 _SPARKS = "▁▂▃▄▅▆▇█"
 _WIDTH = 24
 

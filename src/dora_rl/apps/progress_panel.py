@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Self
 
 from rich.live import Live
 
-from dora_rl.apps.panel import RECENT, PanelValues, panel, step_line
+from dora_rl.apps.panel import PanelValues, panel, step_line
 from dora_rl.apps.run_reader import read_activity, read_facts, read_metrics
-from dora_rl.apps.summary import ACCURACY, REWARD, totals
+from dora_rl.apps.summary import ACCURACY, RECENT, REWARD, totals
 from dora_rl.core.activities import ActivityLabel
 from dora_rl.core.types import SECOND
 

@@ -13,7 +13,18 @@ import typer
 
 from dora_rl import __file__ as package
 from dora_rl.apps.log_level import LogLevel, log_to_stderr
-from dora_rl.apps.train import DryRun, NoTrial, RayAddress, RunName, RuntimeName, given_settings, read_config, start_run
+from dora_rl.apps.train import (
+    DryRun,
+    NoTrial,
+    Page,
+    RayAddress,
+    RunName,
+    RuntimeName,
+    given_settings,
+    need_page,
+    read_config,
+    start_run,
+)
 from dora_rl.core.errors import UserError
 
 CONFIG = Path(package).parent / "quickstart" / "quickstart.toml"
@@ -26,6 +37,7 @@ def quickstart(
     address: RayAddress = None,
     dry_run: DryRun = False,
     no_trial: NoTrial = False,
+    page: Page = False,
     log_level: LogLevel = None,
     resume: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
@@ -33,5 +45,7 @@ def quickstart(
     if resume is not None:
         raise UserError(f"a run of the quickstart is resumed like any other: dora-rl train --resume {resume}")
     log_to_stderr(log_level)
+    if page:
+        need_page()
     resolved = read_config(CONFIG, given_settings(context, runtime, address, log_level))
-    start_run(resolved, CONFIG.resolve().parent, name, dry_run=dry_run, trial=not no_trial)
+    start_run(resolved, CONFIG.resolve().parent, name, dry_run=dry_run, trial=not no_trial, page=page)

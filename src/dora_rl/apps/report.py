@@ -145,8 +145,8 @@ def run_timeline(activity: run_reader.ActivityLog, published: dict[StepId, Nanos
         published=dict(sorted(versions.items())),
         bounds=[(note["at"], note["after"]) for note in activity.notes if note["note"] == "bound"],
         # The first version may be published before the first instance starts.
-        start=min([*(segments[0].start for segments in rows), *versions.values()]),
-        end=max(segments[-1].end for segments in rows),
+        start=min([*(row[0].start for row in rows), *versions.values()]),
+        end=max(row[-1].end for row in rows),
     )
 
 

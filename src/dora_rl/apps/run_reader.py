@@ -84,13 +84,19 @@ def lines(path: Path) -> Iterator[dict[str, Any]]:
         return
     with path.open("rb") as file:
         for line in file:
-            record = parse(line)
-            if isinstance(record, dict):
+            record = parse_line(line)
+            if record is not None:
                 yield record
 
 
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """The record in a line; None if a crash cut it short."""
+    record = parse(line)
+    return record if isinstance(record, dict) else None
+
+
 def parse(line: bytes) -> Any:
-    """The record of a line; None if it was cut short."""
+    """The value of a line; None if it was cut short."""
     with contextlib.suppress(msgspec.DecodeError):
         return msgspec.json.decode(line)
     with contextlib.suppress(ValueError):
@@ -100,19 +106,34 @@ def parse(line: bytes) -> Any:
 
 def read_metrics(folder: RunDir) -> Metrics:
     """The metrics of all steps and evaluations."""
-    steps: dict[StepId, dict[str, Any]] = {}
-    evaluations: dict[Version, dict[str, Any]] = {}
-    before = ledger = 0.0
+    fold = MetricsFold()
     for record in lines(folder.metrics):
+        fold.add(record)
+    return fold.metrics()
+
+
+class MetricsFold:
+    """Collects the records of `metrics.jsonl` one by one, in the order in which they were written."""
+
+    def __init__(self) -> None:
+        self._steps: dict[StepId, dict[str, Any]] = {}
+        self._evaluations: dict[Version, dict[str, Any]] = {}
+        self._before = self._ledger = 0.0
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Take in the next record."""
         if "evaluation" in record:
-            evaluations[record["evaluation"]] = record
+            self._evaluations[record["evaluation"]] = record
         elif "step" in record:
-            steps[record["step"]] = record
-            now = record.get("timing_s/ledger", before)
+            self._steps[record["step"]] = record
+            now = record.get("timing_s/ledger", self._before)
             # The count starts at 0 in each supervisor process.
-            ledger += now - before if now >= before else now
-            before = now
-    return Metrics(dict(sorted(steps.items())), dict(sorted(evaluations.items())), ledger)
+            self._ledger += now - self._before if now >= self._before else now
+            self._before = now
+
+    def metrics(self) -> Metrics:
+        """The metrics so far."""
+        return Metrics(dict(sorted(self._steps.items())), dict(sorted(self._evaluations.items())), self._ledger)
 
 
 def read_activity(folder: RunDir) -> ActivityLog:
@@ -130,10 +151,19 @@ def read_facts(folder: RunDir) -> RunFacts:
     """Facts from the ledger; empty for a run that has not started."""
     if not folder.ledger.exists():
         return RunFacts({}, Counter(), {}, 0, Counter(), Counter(), 0, 0, drained=False)
+    with open_ledger(folder) as connection:
+        return _facts(connection)
+
+
+@contextlib.contextmanager
+def open_ledger(folder: RunDir) -> Iterator[sqlite3.Connection]:
+    """The ledger of a run, for reading only; a `UserError` if it is damaged or of another version of dora-rl."""
+    if not folder.ledger.exists():
+        raise UserError(f"the run {folder.path} has no ledger yet: it has not started")
     try:
         with contextlib.closing(connect_read_only(folder.ledger)) as connection:
-            return _facts(connection)
-    except DAMAGE as error:
+            yield connection
+    except (*DAMAGE, msgspec.DecodeError) as error:
         raise UserError(f"the ledger {folder.ledger} can't be read: {error}") from error
 
 

@@ -37,12 +37,12 @@ def segments(windows: Iterable[Window]) -> Iterator[Segment]:
 def window_segments(window: Window, last: Activity | None) -> Iterator[Segment]:
     """The segments of one window, after an activity."""
     start: Nanoseconds = window.start
-    for activity, spent in _likely(window, last):
+    for activity, spent in likely_order(window, last):
         yield Segment(start, start + spent, activity)
         start += spent
 
 
-def _likely(window: Window, last: Activity | None) -> list[tuple[Activity, Nanoseconds]]:
+def likely_order(window: Window, last: Activity | None) -> list[tuple[Activity, Nanoseconds]]:
     """The shares in a likely order: the last activity, work of old versions, idle time, a load, work of the new one."""
     shares = [(_activity(label, version, cause), spent) for label, version, cause, spent in window.shares]
     fresh = {

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,10 @@ from dora_rl.runtime.run_dir import RunDir
 STARTING = f"idle: {IdleReason.STARTING.value}"
 ACCURACY = "eval/held_out/accuracy"
 REWARD = "reward/mean"
+_NORMAL = 1.959964
+"""The middle 95% of a normal distribution lie within this many standard deviations."""
+RECENT = 10
+"""Number of steps over which rates and the time left are averaged."""
 
 
 class RunProgress(Record, frozen=True, kw_only=True):
@@ -101,12 +106,25 @@ def progress(folder: RunDir) -> RunProgress:
 
 def summarise(folder: RunDir) -> Summary:
     """The summary of the run in this folder."""
-    metrics, facts, activity = (
+    activity = run_reader.read_activity(folder)
+    return summary_of(
+        folder,
         run_reader.read_metrics(folder),
         run_reader.read_facts(folder),
-        run_reader.read_activity(folder),
+        totals(activity.windows),
+        activity.notes,
     )
-    slots, trainer = totals(activity.windows)
+
+
+def summary_of(
+    folder: RunDir,
+    metrics: run_reader.Metrics,
+    facts: run_reader.RunFacts,
+    time: tuple[Counter[str], Counter[str]],
+    notes: Sequence[dict[str, Any]],
+) -> Summary:
+    """The summary from what was read of the run; `time` is what `totals` gives."""
+    slots, trainer = time
     figures = metrics.steps.values()
     times = published_times(metrics, facts)
     policies = run_reader.policies(folder)
@@ -124,12 +142,12 @@ def summarise(folder: RunDir) -> Summary:
         moved=facts.moved,
         reprefilled=round(sum(one.get("rollout/reprefilled_tokens", 0.0) for one in figures)),
         gap=_mean(one["mismatch_gap"] for one in figures if "mismatch_gap" in one),
-        alarms={note["step"]: note["gap"] for note in activity.notes if note["note"] == "mismatch"},
+        alarms={note["step"]: note["gap"] for note in notes if note["note"] == "mismatch"},
         failed=dict(facts.failed.most_common()),
         without_signal=dict(facts.without_signal.most_common()),
         groups=facts.groups,
         ledger_share=metrics.ledger_seconds / (times[-1] / SECOND) if times[1:] else 0.0,
-        restarts=dict(Counter(worker_id(note["who"]) for note in activity.notes if note["note"] == "lost")),
+        restarts=dict(Counter(worker_id(note["who"]) for note in notes if note["note"] == "lost")),
         policy=policies[max(policies)] if policies else None,
     )
 
@@ -225,6 +243,14 @@ def best_version(evaluations: Mapping[Version, Mapping[str, Any]]) -> tuple[Vers
     """The version with the highest held-out accuracy, with its accuracy; of several, the one with the fewest steps."""
     scores = {version: result[ACCURACY] for version, result in evaluations.items()}
     return max(scores.items(), key=lambda one: (one[1], -one[0]), default=None)
+
+
+def wilson(mean: float, count: float) -> tuple[float, float]:
+    """Wilson's 95% interval of a share that was measured on `count` independent responses."""
+    square = _NORMAL**2 / count
+    middle = (mean + square / 2) / (1 + square)
+    half = _NORMAL / (1 + square) * math.sqrt(mean * (1 - mean) / count + square / (4 * count))
+    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def _latency_in_steps(figures: Iterable[dict[str, Any]]) -> float | None:

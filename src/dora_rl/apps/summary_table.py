@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dora_rl.apps.summary import STARTING, Summary
 from dora_rl.core.types import Version
 
-_MANY_WITHOUT_SIGNAL = 0.5
+MANY_WITHOUT_SIGNAL = 0.5
 """Share of groups without signal above which the summary says what to change."""
 
 
@@ -85,7 +85,7 @@ def _without_signal(summary: Summary) -> str:
     count = sum(summary.without_signal.values())
     rewards = counts({f"reward {reward:g}": some for reward, some in summary.without_signal.items()})
     text = f"{count} of {summary.groups} were replaced ({rewards})"
-    if count <= _MANY_WITHOUT_SIGNAL * summary.groups:
+    if count <= MANY_WITHOUT_SIGNAL * summary.groups:
         return text
     most = next(iter(summary.without_signal))
     return f"{text}: MOST OF THE GENERATION TRAINED NOTHING, choose prompts whose rewards are not always {most:g}"

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dora_rl.apps.run_reader import parse
+from dora_rl.apps.run_reader import parse_line
 
 
 class TailedFile:
@@ -26,8 +26,8 @@ class TailedFile:
     def records(self) -> Iterator[dict[str, Any]]:
         """The records that were added since the last call."""
         for line in self.lines():
-            record = parse(line)
-            if isinstance(record, dict):
+            record = parse_line(line)
+            if record is not None:
                 yield record
 
     def lines(self) -> Iterator[bytes]:

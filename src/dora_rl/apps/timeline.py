@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dora_rl.apps.html_page import write_page
-from dora_rl.core.activities import IdleReason
+from dora_rl.core.activities import ActivityLabel, IdleReason
 from dora_rl.core.time_accounting import Activity, Segment, Timeline
 from dora_rl.core.types import SECOND, Nanoseconds
 
@@ -44,6 +44,25 @@ CAUSE_COLOURS = {
 }
 """One colour for each cause of idle time, the same on all pages. The colours differ in hue and lightness, so that
 colour-blind readers can distinguish them (nine are Paul Tol's light scheme)."""
+LABEL_COLOURS = {
+    ActivityLabel.DECODE: "hsl({hue} 62% 55%)",
+    ActivityLabel.PREFILL: "hsl({hue} 62% 38%)",
+    ActivityLabel.REPREFILL: "#b3202c",
+    ActivityLabel.LOAD: "#7d8791",
+    ActivityLabel.MIGRATE: "#f2b705",
+    ActivityLabel.TRAIN: "hsl({hue} 34% 42%)",
+    ActivityLabel.PUBLISH: "",
+}
+"""One colour for each activity, the same on all pages; `{hue}` is that of the version, and empty is the colour of text.
+Neighbouring versions are the golden angle apart in hue."""
+
+
+def palette() -> dict[str, dict[str, str]]:
+    """The colours as pages get them."""
+    return {
+        "causes": {reason.value: colour for reason, colour in CAUSE_COLOURS.items()},
+        "labels": {label.value: colour for label, colour in LABEL_COLOURS.items()},
+    }
 
 
 def write_timeline(path: Path, title: str, figures: dict[str, Any], results: dict[str, Result]) -> None:
@@ -64,7 +83,7 @@ def drawn(timeline: Timeline) -> dict[str, Any]:
         if when >= timeline.start and source in rows and target in rows
     ]
     return {
-        "causes": {reason.value: colour for reason, colour in CAUSE_COLOURS.items()},
+        **palette(),
         "begin": _seconds(timeline.start),
         "seconds": _seconds(timeline.end - timeline.start),
         "columns": columns,

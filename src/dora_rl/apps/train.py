@@ -45,6 +45,9 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, print
 NoTrial = Annotated[
     bool, typer.Option("--no-trial", help="Skip the trial call of the reward or environment on the first problem.")
 ]
+Page = Annotated[
+    bool, typer.Option("--page", help="Serve a live page about the run while it lasts, and print its address.")
+]
 STOPPING = "stopping; all finished work is kept. Interrupt again to stop at once."
 
 
@@ -67,12 +70,15 @@ def train(
     address: RayAddress = None,
     dry_run: DryRun = False,
     no_trial: NoTrial = False,
+    page: Page = False,
     log_level: LogLevel = None,
 ) -> None:
     """Train a model with reinforcement learning. Any setting below can be an option: --control.max_staleness 4."""
     if (config is None) == (resume is None):
         raise UserError("give a config file to start a run, or --resume RUN to continue one")
     log_to_stderr(log_level)
+    if page:
+        need_page()
     from dora_rl.runtime.packages import need_packages
     from dora_rl.runtime.resume import change
     from dora_rl.runtime.run_dir import RunDir
@@ -82,11 +88,11 @@ def train(
         folder = RunDir.open(resume)
         need_engine(folder.read())
         need_packages()
-        run_to_end(folder, bound=change(folder, settings))
+        run_to_end(folder, bound=change(folder, settings), page=page)
         return
     assert config is not None
     resolved = read_config(config, settings)
-    start_run(resolved, config.resolve().parent, name, dry_run=dry_run, trial=not no_trial)
+    start_run(resolved, config.resolve().parent, name, dry_run=dry_run, trial=not no_trial, page=page)
 
 
 def given_settings(
@@ -100,7 +106,16 @@ def given_settings(
     return [*settings, *([f"logging.level={log_level}"] if log_level is not None else [])]
 
 
-def start_run(config: RunConfig, base: Path, name: str | None, *, dry_run: bool, trial: bool) -> None:
+def need_page() -> None:
+    """Refuse `--page` without the packages that it needs, before anything is started."""
+    from dora_rl.apps.serve.command import need_serve
+
+    need_serve()
+
+
+def start_run(
+    config: RunConfig, base: Path, name: str | None, *, dry_run: bool, trial: bool, page: bool = False
+) -> None:
     """Check everything; then print the config, or create the run directory and run to the end."""
     from dora_rl.runtime.run_dir import RunDir
 
@@ -111,7 +126,7 @@ def start_run(config: RunConfig, base: Path, name: str | None, *, dry_run: bool,
             return
         folder = RunDir.create(config, base, name)
         with discarding(folder):
-            run_to_end(folder, ready=ready)
+            run_to_end(folder, ready=ready, page=page)
 
 
 @contextlib.contextmanager
@@ -193,7 +208,12 @@ def _notify(text: str) -> None:
 
 
 def run_to_end(
-    folder: RunDir, console: Console | None = None, *, bound: int | None = None, ready: Ready = _NOTHING
+    folder: RunDir,
+    console: Console | None = None,
+    *,
+    bound: int | None = None,
+    ready: Ready = _NOTHING,
+    page: bool = False,
 ) -> None:
     """Run until the end or an interrupt, and print the result; a new run passes what its checks have made."""
     console = console or Console()
@@ -202,8 +222,19 @@ def run_to_end(
         console.show_cursor()  # the panel hides it
         os._exit(INTERRUPTED)  # the workers end with their supervisor
 
-    finished = drive_run(folder, console, bound=bound, ready=ready, abort=abort)
+    with _page(folder, console) if page else contextlib.nullcontext():
+        finished = drive_run(folder, console, bound=bound, ready=ready, abort=abort)
     _end(folder, console, finished=finished)
+
+
+@contextlib.contextmanager
+def _page(folder: RunDir, console: Console) -> Iterator[None]:
+    """Serve the live page of the run until the block ends."""
+    from dora_rl.apps.serve.command import page_beside
+
+    with page_beside(folder.path) as address:
+        console.print(f"page {address}", highlight=False, markup=False, soft_wrap=True)
+        yield
 
 
 def drive_run(

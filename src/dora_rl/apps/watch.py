@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.live import Live
 
 from dora_rl.apps.log_state import LogObserver, LogState
-from dora_rl.apps.panel import RECENT, PanelValues, panel, step_line
+from dora_rl.apps.panel import PanelValues, panel, step_line
 from dora_rl.apps.run_reader import Window, is_running
-from dora_rl.apps.summary import ACCURACY, REWARD, progress, totals
+from dora_rl.apps.summary import ACCURACY, RECENT, REWARD, progress, totals
 from dora_rl.apps.tail import TailedFile
 from dora_rl.core.commands import AnyCommand
 from dora_rl.core.errors import UserError

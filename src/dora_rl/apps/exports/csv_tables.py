@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from dora_rl.apps import run_reader
-from dora_rl.apps.event_log import open_ledger
+from dora_rl.apps.run_reader import open_ledger
 from dora_rl.core.errors import UserError
 from dora_rl.core.types import SECOND
 from dora_rl.runtime.run_dir import RunDir

@@ -18,8 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
-from dora_rl.apps.event_log import open_ledger
-from dora_rl.apps.run_reader import is_running
+from dora_rl.apps.run_reader import is_running, open_ledger
 from dora_rl.apps.summary import worker_id
 from dora_rl.apps.tail import TailedFile
 from dora_rl.core.activities import ActivityLabel

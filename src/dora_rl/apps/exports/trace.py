@@ -28,10 +28,11 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from dora_rl.apps import run_reader
-from dora_rl.apps.event_log import last_time, open_ledger, read_log
+from dora_rl.apps.event_log import last_time, read_log
 from dora_rl.apps.exports.perfetto import Arguments, PerfettoWriter, Slice, Track, Window
 from dora_rl.apps.exports.tracks import ActivityLanes, InstanceTracks, Lanes, SlotTracks
 from dora_rl.apps.log_state import LogObserver, LogState, Request, Slot
+from dora_rl.apps.run_reader import open_ledger
 from dora_rl.apps.segments import slot_id
 from dora_rl.apps.summary import REWARD, worker_id
 from dora_rl.core.errors import UserError

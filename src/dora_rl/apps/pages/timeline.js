@@ -18,25 +18,17 @@ function showTip(event, text) {
 }
 // The golden angle keeps neighbouring versions far apart in hue.
 const hue = version => ((version ?? 0) * 137.5 + 215) % 360;
-// Colours of idle causes, from the data; the legend shows the causes that occur.
-const CAUSES = {}, causes = new Set();
+// Colours of activities and idle causes, from the data; the legend shows the causes that occur.
+const LABELS = {}, CAUSES = {}, causes = new Set();
 function tint(cause) {
   const name = cause.replace(/ v\d+$/, "") || "unknown";
   causes.add(name);
   return CAUSES[name] ?? style("--none");
 }
 function colour(label, version, cause) {
-  switch (label) {
-    case "": return style("--none");
-    case "decode": return `hsl(${hue(version)} 62% 55%)`;
-    case "prefill": return `hsl(${hue(version)} 62% 38%)`;
-    case "re-prefill": return "#b3202c";
-    case "load": return "#7d8791";
-    case "migrate": return "#f2b705";
-    case "train": return `hsl(${hue(version)} 34% 42%)`;
-    case "publish": return style("--fg");
-    default: return tint(cause);
-  }
+  if (label === "") return style("--none");
+  if (label === "idle") return tint(cause);
+  return LABELS[label]?.replace("{hue}", hue(version)) || style("--fg");
 }
 const redraws = [];
 const redrawAll = () => redraws.forEach(redraw => redraw());
@@ -54,6 +46,7 @@ function ticks(from, to, count) {
 
 function timeline(line) {
   Object.assign(CAUSES, line.causes);
+  Object.assign(LABELS, line.labels);
   const canvas = $("canvas");
   const rowHeight = Math.max(5, Math.min(26, Math.floor(620 / line.rows.length)));
   const gutter = rowHeight >= 11 ? 10 + 7 * Math.max(7, ...line.rows.map(row => row.name.length)) : 60;

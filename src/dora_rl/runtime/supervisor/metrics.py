@@ -199,6 +199,7 @@ class MetricsRecorder:
             "eval/held_out/reward": result.reward,
             "eval/held_out/response_length": result.mean_tokens,
             "eval/held_out/failed": float(result.failed),
+            "eval/held_out/responses": float(result.count),
         }
         self._write({"evaluation": result.version, "version": result.version, "time": round(now / SECOND, 3)}, figures)
         for observer in self.observers:
