@@ -10,7 +10,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +175,15 @@ def test_a_run_that_was_killed_is_told_from_one_that_was_stopped(copy: RunDir, t
         assert done.output.splitlines()[-1] == sentence
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Processes started here get interrupts, also if the tests run in the background of a shell, which ignores them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_leaves_the_run_alone(copy: RunDir) -> None:
     with copy.lock.open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

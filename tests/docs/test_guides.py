@@ -140,8 +140,9 @@ REQUIRED: dict[str, Any] = {
 
 
 def config_blocks() -> list[tuple[str, Block]]:
-    """Blocks of settings; those of extending.md are of extensions, and plans are in choose-k.md."""
-    pages = [page for page in ALL if page.name != "extending.md"]
+    """Blocks of settings; those of extending.md are of extensions, from-prime-rl.md has a config of prime-rl, which
+    `tests/apps/test_convert.py` converts, and plans are in choose-k.md."""
+    pages = [page for page in ALL if page.name not in ("extending.md", "from-prime-rl.md")]
     found = [(page.name, block) for page in pages for block in blocks(page) if block.language == "toml"]
     return [(name, block) for name, block in found if block.file != "cluster.toml"]
 
