@@ -284,7 +284,7 @@ RUN: Table = {
         "runtime.workers.rollout:RolloutWorker.__init__",
         "settings/test_instance.py::test_an_idle_instance_reports_once_per_heartbeat",
     ),
-    "trainer": Row("runtime.workers.trainer:TrainerWorker.__init__", why=SECTION),
+    "trainer": Row("runtime.supervisor.trainer_client:TrainerClient.start", why=SECTION),
     "trainer.ranks": Row(
         "runtime.supervisor.trainer_client:TrainerClient.start",
         "settings/test_supervisor.py::test_the_configured_number_of_processes_is_started",

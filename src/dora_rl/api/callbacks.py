@@ -61,8 +61,9 @@ class Callback(Protocol):
         """A response of the current step, as in `samples.jsonl`; `logging.samples` sets how many there are."""
         return None
 
-    def on_checkpoint(self, version: int, path: Path) -> object:
+    def on_checkpoint(self, version: int, path: Path) -> object:  # noqa: ARG002
         """The checkpoint of a version is written; `policy` in it can be loaded by `transformers`."""
+        return None
 
 
 class Callbacks:
